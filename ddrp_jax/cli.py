@@ -1,0 +1,165 @@
+"""The `ddrp` command: one table from a command's name to the module that runs it.
+
+A command module has `add_arguments(parser)`, `run(args)` (an exit status, or None for 0) and
+`EXAMPLE`, the command lines shown at the end of its help. One that takes `--config` says so with
+`CONFIG_OVERRIDES = True` and finds the `--config.path=value` arguments in `args.overrides`.
+
+Exit status: 0 done, 1 failed, 2 a request that cannot be right, 130 interrupted, 143 terminated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import importlib
+import os
+import sys
+from typing import Any, NoReturn
+
+import ddrp_jax
+from ddrp_jax.errors import DdrpError, UsageError, nearest
+
+COMMANDS = {
+    "tokenizer": ("ddrp_jax.commands.tokenizer", "train a tokenizer, or adopt a published one"),
+    "prepare": ("ddrp_jax.commands.prepare", "turn a corpus into records to train on"),
+    "pretrain": ("ddrp_jax.commands.pretrain", "pre-train an encoder, or go on with a run"),
+    "evaluate": ("ddrp_jax.commands.evaluate", "measure a checkpoint on held-out records"),
+    "fill-mask": ("ddrp_jax.commands.fill_mask", "predict the masked tokens of a text"),
+    "show": ("ddrp_jax.commands.show", "tell what a checkpoint or a record folder holds"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one `ddrp` command.
+
+    Args:
+        argv: arguments after the program's name; those of this process if None.
+
+    Returns:
+        The exit status. Every expected failure is one message on standard error.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    prog = "ddrp"
+    try:
+        if not argv or argv[0] in ("-h", "--help"):
+            print(_help())
+            return 0 if argv else 2
+        if argv[0] == "--version":
+            print(f"ddrp {ddrp_jax.__version__}")
+            return 0
+        if argv[0] not in COMMANDS:
+            kind, known = ("flag", ["--help", "--version"])
+            if not argv[0].startswith("-"):
+                kind, known = ("command", list(COMMANDS))
+            hint = nearest(argv[0], known) or f"; known {kind}s: {', '.join(known)}"
+            raise UsageError(f"{argv[0]!r}: there is no such {kind}{hint}")
+        prog = f"ddrp {argv[0]}"
+        return _run(argv[0], argv[1:]) or 0
+    except UsageError as error:
+        return _fail(prog, str(error), 2)
+    except DdrpError as error:
+        return _fail(prog, str(error), 1)
+    except KeyboardInterrupt:
+        return _fail(prog, "interrupted", 130)
+    except BrokenPipeError:
+        # The reader of our output (`| head`) has gone; Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" while writing {error.filename!r}" if error.filename else ""
+        return _fail(prog, f"no space left on the disk{where}; free some and try again", 1)
+
+
+def _run(command: str, argv: list[str]) -> int | None:
+    module_name, summary = COMMANDS[command]
+    module = importlib.import_module(module_name)
+    parser = _Parser(
+        prog=f"ddrp {command}",
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=f"example:\n{_indented(module.EXAMPLE)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    try:
+        args, extra = parser.parse_known_args(argv)
+    except SystemExit as end:  # argparse's own --help
+        return int(end.code or 0)
+    takes_overrides = getattr(module, "CONFIG_OVERRIDES", False)
+    if takes_overrides:
+        args.overrides = extra
+    _check_extra(parser, extra, takes_overrides)
+    _mark_absl_flags_parsed()
+    return module.run(args)
+
+
+def _check_extra(parser: _Parser, extra: list[str], takes_overrides: bool) -> None:
+    for argument in extra:
+        is_override = argument.lstrip("-").startswith(("config.", "noconfig."))
+        if argument.startswith("-") and not (takes_overrides and is_override):
+            flag = argument.split("=")[0]
+            hint = nearest(flag, parser.known_flags()) or f"; see '{parser.prog} --help'"
+            # With overrides, what follows one may be its value: "--config.name -1".
+            if not (takes_overrides and _is_number(argument)):
+                raise UsageError(f"{flag}: there is no such flag{hint}")
+    if extra and not takes_overrides:
+        raise UsageError(f"{extra[0]!r}: unexpected argument; see '{parser.prog} --help'")
+
+
+def _mark_absl_flags_parsed() -> None:
+    """Grain starts worker processes only in a program whose absl flags were parsed."""
+    from absl import flags
+
+    flags.FLAGS.mark_as_parsed()
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are UsageErrors that suggest the nearest choice."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see '{self.prog} --help'")
+
+    def known_flags(self) -> list[str]:
+        return [flag for action in self._actions for flag in action.option_strings]
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            hint = nearest(str(value), choices)
+            name = "/".join(action.option_strings) or action.dest
+            raise UsageError(f"{name}={value!r}: expected one of {', '.join(choices)}{hint}")
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items())
+    return (
+        f"usage: ddrp COMMAND [flags]\n\n{ddrp_jax.__doc__}\n\ncommands:\n{rows}\n\n"
+        "flags:\n  --help     this text; 'ddrp COMMAND --help' tells a command's flags\n"
+        "  --version  the version\n\n"
+        "example:\n  ddrp pretrain --config configs/demo.py --workdir runs/demo"
+    )
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.strip().splitlines())
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _fail(prog: str, message: str, status: int) -> int:
+    sys.stdout.flush()
+    print(f"{prog}: error: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

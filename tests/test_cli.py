@@ -1,0 +1,88 @@
+"""The `ddrp` command as a user meets it: the installed console script in a process of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddrp_jax import cli
+
+DDRP = Path(sys.executable).parent / "ddrp"
+
+
+def ddrp(*arguments, **options):
+    return subprocess.run(
+        [str(DDRP), *map(str, arguments)], capture_output=True, text=True, **options
+    )
+
+
+def test_help_lists_every_command_with_its_summary():
+    result = ddrp("--help")
+    assert result.returncode == 0
+    lines = result.stdout.splitlines()
+    for name, (_, summary) in cli.COMMANDS.items():
+        assert any(line.split() == [name, *summary.split()] for line in lines), name
+
+
+def test_no_command_shows_the_help_and_fails():
+    result = ddrp()
+    assert result.returncode == 2
+    assert result.stdout == ddrp("--help").stdout
+
+
+def test_version():
+    result = ddrp("--version")
+    assert (result.returncode, result.stdout) == (0, "ddrp 0.1.0\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "suggestion"),
+    [
+        (["pretrian"], "'pretrain'"),
+        (["fill_mask"], "'fill-mask'"),
+        (["--versoin"], "'--version'"),
+        (["pretrain", "--config", "c.py", "--workdri", "x"], "'--workdir'"),
+        (["show", "--jsn", "x"], "'--json'"),
+        (["evaluate", "--chekpoint=x", "--records", "y", "--checkpoint", "z"], "'--checkpoint'"),
+    ],
+)
+def test_unknown_names_suggest_the_nearest(arguments, suggestion):
+    result = ddrp(*arguments)
+    assert result.returncode == 2
+    assert f"did you mean {suggestion}?" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
+
+
+def test_a_flag_is_not_guessed_from_its_first_letters():
+    result = ddrp("pretrain", "--conf", "c.py", "--work", "x")
+    assert result.returncode == 2
+    assert result.stderr.startswith("ddrp pretrain: error: ")
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_command_help_has_an_example_and_needs_no_jax(command):
+    program = (
+        "import sys; from ddrp_jax.cli import main; status = main(sys.argv[1:])\n"
+        "heavy = {'jax', 'flax', 'torch', 'datasets', 'grain', 'orbax'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "sys.exit(status)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, command, "--help"], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    _, _, example = result.stdout.partition("example:\n")
+    assert example.strip().startswith(f"ddrp {command}")
+
+
+def test_a_closed_pipe_is_not_a_traceback():
+    process = subprocess.Popen(
+        [str(DDRP), "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.close()
+    assert "Traceback" not in process.stderr.read()
+    process.stderr.close()
+    process.wait()
