@@ -1,0 +1,422 @@
+"""Checkpoints: one folder for each step, written in the background and checked when read.
+
+A folder `<step>/` holds all that a run or a later command needs, so it can be copied elsewhere
+alone:
+
+    arrays/        parameters and optimiser state (orbax, two items: `params`, `optimizer`)
+    config.json    the resolved config of the run
+    progress.json  the data iterator's state, token counts, seconds spent
+    tokenizer/     the tokenizer's files
+    manifest.json  step, held-out loss, size and SHA-256 of every other file
+
+It is written as `.saving-<step>/` and renamed at the end: a folder with a step's name is whole,
+unless something happened to it later, which the manifest shows. This is the only module that
+imports orbax.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import errno
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orjson
+
+from ddrp_jax.errors import DdrpError, UsageError
+
+_MANIFEST = "manifest.json"
+_SAVING = ".saving-"
+_FORMAT = 1
+_log = logging.getLogger(__name__)
+# Orbax logs the traceback of every thread that an error passes through; the error reaches us too.
+logging.getLogger("absl").addFilter(lambda record: "_SignalingThread" not in str(record.msg))
+
+
+class DamagedError(DdrpError):
+    """A checkpoint whose files are not those that were written."""
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: where `<step>/` folders live; made if absent.
+        config: plain JSON data, stored with each checkpoint.
+        tokenizer: has `save(folder)`.
+        keep_last: newest checkpoints to keep.
+        keep_best: checkpoints with the lowest held-out loss to keep as well.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        config: Mapping[str, Any],
+        tokenizer: Any,
+        keep_last: int,
+        keep_best: int,
+    ):
+        self.folder = folder.absolute()  # orbax wants it so
+        self._config = config
+        self._tokenizer = tokenizer
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._damaged: set[Path] = set()
+        self._executor = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+        self._pending: concurrent.futures.Future[None] | None = None
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def clean(self) -> None:
+        """Removes what a killed process left of a save."""
+        for leftover in self.folder.glob(f"{_SAVING}*"):
+            shutil.rmtree(leftover)
+
+    def newest(self) -> Path | None:
+        """Returns the newest good checkpoint, or None where there never was one.
+
+        Raises:
+            DdrpError: there are checkpoints, but none is good.
+        """
+        return _newest_good(self.folder, self._damaged)
+
+    def save(
+        self, state: Any, *, step: int, progress: Mapping[str, Any], mlm_loss: float | None = None
+    ) -> None:
+        """Starts to save; returns once the arrays are copied, so the state may be changed.
+
+        Args:
+            state: a pytree dataclass with a field `params`.
+            step: its number.
+            progress: plain JSON data.
+            mlm_loss: held-out loss of this very state, where it was measured.
+
+        Raises:
+            DdrpError: the save before this one failed, or this one did at once.
+        """
+        from orbax.checkpoint import v1 as ocp
+
+        self.wait()
+        staging = self.folder / f"{_SAVING}{step}"
+        try:
+            staging.mkdir()
+            response = ocp.save_checkpointables_async(staging / "arrays", _items(state))
+        except Exception as error:
+            raise self._failed(staging, error) from error
+        self._pending = self._executor.submit(
+            self._finish, staging, response, step, dict(progress), mlm_loss
+        )
+
+    def check(self) -> None:
+        """Raises the error of a save that failed in the background."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until the last save is on the disk, and raises its error if it failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Waits for the last save and ends the background thread."""
+        try:
+            self.wait()
+        finally:
+            self._executor.shutdown()
+
+    def _finish(
+        self, staging: Path, response: Any, step: int, progress: Any, mlm_loss: float | None
+    ) -> None:
+        try:
+            response.result()
+            (staging / "config.json").write_bytes(_json(self._config))
+            (staging / "progress.json").write_bytes(_json(progress))
+            self._tokenizer.save(staging / "tokenizer")
+            _write_manifest(staging, step, mlm_loss)
+            target = self.folder / str(step)
+            if target.exists():  # found damaged, or it would have been resumed from
+                shutil.rmtree(target)
+            staging.rename(target)
+            _sync(self.folder)
+            self._damaged.discard(target)
+            self._prune()
+        except Exception as error:
+            raise self._failed(staging, error) from error
+
+    def _prune(self) -> None:
+        good: list[Path] = []
+        losses: dict[Path, float] = {}
+        for path in _step_folders(self.folder):
+            try:
+                loss = _read_manifest(path)["mlm_loss"]
+            except DamagedError:
+                continue  # not ours to delete, and not to be counted as kept
+            if path not in self._damaged:
+                good.append(path)
+                if loss is not None:
+                    losses[path] = loss
+        best = sorted(losses, key=lambda path: losses[path])[: self._keep_best]
+        for path in good[self._keep_last :]:
+            if path not in best:
+                # Renamed first, so that a kill in between leaves no half of a checkpoint.
+                doomed = self.folder / f"{_SAVING}{path.name}-old"
+                path.rename(doomed)
+                shutil.rmtree(doomed)
+
+    def _failed(self, staging: Path, error: Exception) -> DdrpError:
+        shutil.rmtree(staging, ignore_errors=True)
+        step = staging.name.removeprefix(_SAVING)
+        if _is_disk_full(error):
+            kept = ", ".join(path.name for path in _step_folders(self.folder)) or "none"
+            return DdrpError(
+                f"disk full while saving the checkpoint of step {step} to {self.folder}; free "
+                f"some space and run the same command again (checkpoints there: {kept})"
+            )
+        return DdrpError(f"could not save the checkpoint of step {step} to {self.folder}: {error}")
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """Returns the folder of the checkpoint that `path` names, verified.
+
+    Args:
+        path: a run's folder (its newest good checkpoint), or one checkpoint's folder, also one
+            copied elsewhere.
+
+    Raises:
+        UsageError: there is no checkpoint.
+        DamagedError: the named checkpoint is damaged.
+        DdrpError: the run has checkpoints, but none is good.
+    """
+    path = Path(path).absolute()
+    if is_checkpoint(path):
+        verify(path)
+        return path
+    for folder in (path / "checkpoints", path):
+        if _step_folders(folder) and (newest := _newest_good(folder, set())):
+            return newest
+    problem = "no checkpoint there" if path.is_dir() else "no such folder"
+    raise UsageError(
+        f"checkpoint '{path}': {problem}; name a run's folder (--workdir of 'ddrp pretrain') or "
+        "one of its checkpoints/<step> folders"
+    )
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Returns whether `path` is one checkpoint's folder (good or damaged)."""
+    return (path / _MANIFEST).is_file() or (path / "arrays").is_dir()
+
+
+def verify(path: Path) -> None:
+    """Raises DamagedError unless every file of the checkpoint is as it was written."""
+    files = _read_manifest(path)["files"]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for problem in pool.map(lambda item: _problem(path / item[0], item[1]), files.items()):
+            if problem:
+                raise DamagedError(f"{path}: {problem}")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Returns the config stored with a checkpoint, as plain data."""
+    return orjson.loads((path / "config.json").read_bytes())
+
+
+def read_progress(path: Path) -> dict[str, Any]:
+    """Returns the progress stored with a checkpoint."""
+    return orjson.loads((path / "progress.json").read_bytes())
+
+
+def read_step(path: Path) -> int:
+    """Returns the step of a checkpoint."""
+    return int(_read_manifest(path)["step"])
+
+
+def parameter_shapes(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Returns shape and type of each parameter in a checkpoint, by name ("a/b/c")."""
+    return {name: (leaf.shape, str(leaf.dtype)) for name, leaf in _metadata(path, "params").items()}
+
+
+def restore(path: Path, abstract_state: Any) -> Any:
+    """Reads a checkpoint's state.
+
+    Args:
+        path: one checkpoint's folder, verified.
+        abstract_state: shapes, types and shardings wanted; the shardings may differ from those
+            that were saved.
+
+    Raises:
+        DdrpError: names or shapes differ.
+    """
+    items = _items(abstract_state)
+    return _rebuilt(abstract_state, _load(path, items))
+
+
+def restore_params(path: Path, abstract_params: Any) -> Any:
+    """Reads a checkpoint's parameters alone, as `restore` does."""
+    loaded = _load(path, {"params": _named(abstract_params)})["params"]
+    return _from_named(abstract_params, loaded)
+
+
+def _load(path: Path, wanted: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    from orbax.checkpoint import v1 as ocp
+
+    for item, leaves in wanted.items():
+        _check_shapes(path, leaves, _metadata(path, item))
+    return ocp.load_checkpointables(path / "arrays", wanted)
+
+
+def _check_shapes(path: Path, wanted: dict[str, Any], saved: dict[str, Any]) -> None:
+    problems = [f"{name}: missing in the checkpoint" for name in wanted if name not in saved]
+    problems += [f"{name}: not in this model" for name in saved if name not in wanted]
+    problems += [
+        f"{name}: {tuple(saved[name].shape)} in the checkpoint, {tuple(leaf.shape)} in this model"
+        for name, leaf in wanted.items()
+        if name in saved and tuple(saved[name].shape) != tuple(leaf.shape)
+    ]
+    if problems:
+        raise DdrpError(f"{path} does not fit this config:\n  " + "\n  ".join(problems))
+
+
+def _metadata(path: Path, item: str) -> dict[str, Any]:
+    from orbax.checkpoint import v1 as ocp
+
+    return ocp.checkpointables_metadata(path / "arrays").metadata[item]
+
+
+def _items(state: Any) -> dict[str, dict[str, Any]]:
+    """Splits a state into what later commands read and what only training needs."""
+    named = _named(state)
+    prefix = "params/"
+    return {
+        "params": {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)},
+        "optimizer": {k: v for k, v in named.items() if not k.startswith(prefix)},
+    }
+
+
+def _rebuilt(like: Any, items: dict[str, dict[str, Any]]) -> Any:
+    params = {f"params/{name}": leaf for name, leaf in items["params"].items()}
+    return _from_named(like, params | items["optimizer"])
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def _from_named(like: Any, named: dict[str, Any]) -> Any:
+    return jax.tree.unflatten(jax.tree.structure(like), [named[name] for name in _named(like)])
+
+
+def _step_folders(folder: Path) -> list[Path]:
+    """Returns everything with a step's name, newest first."""
+    if not folder.is_dir():
+        return []
+    named = [path for path in folder.iterdir() if path.name.isdecimal()]
+    return sorted(named, key=lambda path: int(path.name), reverse=True)
+
+
+def _newest_good(folder: Path, damaged: set[Path]) -> Path | None:
+    """Returns the newest good checkpoint; adds those found damaged to `damaged`."""
+    found = _step_folders(folder)
+    for path in found:
+        try:
+            verify(path)
+            return path
+        except DamagedError as error:
+            damaged.add(path)
+            _log.warning("damaged checkpoint skipped: %s", error)
+    if found:
+        raise DdrpError(
+            f"{folder}: none of its {len(found)} checkpoints is usable "
+            f"({', '.join(path.name for path in found)}); to start afresh, name another --workdir "
+            "or remove this folder"
+        )
+    return None
+
+
+def _write_manifest(folder: Path, step: int, mlm_loss: float | None) -> None:
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest = _digest(path)
+        # A rename may reach the disk before the data it names.
+        _sync(path)
+        files[path.relative_to(folder).as_posix()] = {
+            "size": path.stat().st_size,
+            "sha256": digest,
+        }
+    body = {"format": _FORMAT, "step": step, "mlm_loss": mlm_loss, "files": files}
+    manifest = {"sha256": hashlib.sha256(_json(body)).hexdigest(), "manifest": body}
+    (folder / _MANIFEST).write_bytes(_json(manifest))
+    _sync(folder / _MANIFEST)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """Returns the body of a checkpoint's manifest, after a look at its own checksum."""
+    try:
+        manifest = orjson.loads((path / _MANIFEST).read_bytes())
+        body, digest = manifest["manifest"], manifest["sha256"]
+    except FileNotFoundError:
+        raise DamagedError(f"{path}: {_MANIFEST} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{path}: {_MANIFEST} cannot be read: {error}") from None
+    if hashlib.sha256(_json(body)).hexdigest() != digest:
+        raise DamagedError(f"{path}: {_MANIFEST} has changed since it was written")
+    if body["format"] != _FORMAT:
+        raise DamagedError(f"{path}: format {body['format']}; this version reads {_FORMAT}")
+    return body
+
+
+def _problem(path: Path, entry: Mapping[str, Any]) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != entry["size"]:
+            return f"{path.name} has {size} bytes, {entry['size']} were written"
+        if _digest(path) != entry["sha256"]:
+            return f"{path.name} has changed since it was written (SHA-256 differs)"
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be read: {error}"
+    return None
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _json(data: Any) -> bytes:
+    return orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    """Returns whether a full disk, quota or file-size limit is behind an error.
+
+    Orbax and tensorstore report it as a ValueError with the system's words.
+    """
+    codes = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return any(
+        getattr(cause, "errno", None) in codes
+        or any(os.strerror(code) in str(cause) for code in codes)
+        for cause in _causes(error)
+    )
+
+
+def _causes(error: BaseException | None) -> Iterable[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
