@@ -36,7 +36,7 @@ class PositionConfig:
     # Adds learned absolute positions to the input as well ("absolute" always has them).
     add_absolute: bool = False
     # shaw, ddrp: how relative scores are computed; all agree.
-    scores: Literal["dense", "one_hot", "gather"] = "dense"
+    scores: Literal["dense", "one_hot", "skew", "gather"] = "dense"
     # t5: number of buckets, and the distance beyond which all share the last one.
     num_buckets: int = 32
     bucket_max_distance: int = 128
@@ -221,7 +221,7 @@ class StageConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW or LAMB; biases, norms and relative tables are never decayed."""
+    """AdamW or LAMB; biases and norms are never decayed."""
 
     kind: Literal["adamw", "lamb"] = "adamw"
     b1: float = 0.9
@@ -230,6 +230,8 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     # Whether word, position and token-type tables are decayed.
     decay_embeddings: bool = True
+    # Whether relative tables (distance, direction, Shaw's, T5's) are decayed.
+    decay_relative: bool = False
     # Largest global norm of the gradient; 0 does not clip.
     clip_norm: float = 1.0
 
