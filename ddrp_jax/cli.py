@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import logging
 import os
+import re
 import sys
 from typing import Any, NoReturn
 
@@ -83,29 +85,33 @@ def _run(command: str, argv: list[str]) -> int | None:
         allow_abbrev=False,
     )
     module.add_arguments(parser)
+    takes_overrides = getattr(module, "CONFIG_OVERRIDES", False)
+    _check_flags(parser, argv, takes_overrides)
     try:
         args, extra = parser.parse_known_args(argv)
     except SystemExit as end:  # argparse's own --help
         return int(end.code or 0)
-    takes_overrides = getattr(module, "CONFIG_OVERRIDES", False)
     if takes_overrides:
         args.overrides = extra
-    _check_extra(parser, extra, takes_overrides)
+    elif extra:
+        raise UsageError(f"{extra[0]!r}: unexpected argument; see '{parser.prog} --help'")
     _mark_absl_flags_parsed()
+    _show_warnings(parser.prog)
     return module.run(args)
 
 
-def _check_extra(parser: _Parser, extra: list[str], takes_overrides: bool) -> None:
-    for argument in extra:
-        is_override = argument.lstrip("-").startswith(("config.", "noconfig."))
-        if argument.startswith("-") and not (takes_overrides and is_override):
-            flag = argument.split("=")[0]
-            hint = nearest(flag, parser.known_flags()) or f"; see '{parser.prog} --help'"
-            # With overrides, what follows one may be its value: "--config.name -1".
-            if not (takes_overrides and _is_number(argument)):
-                raise UsageError(f"{flag}: there is no such flag{hint}")
-    if extra and not takes_overrides:
-        raise UsageError(f"{extra[0]!r}: unexpected argument; see '{parser.prog} --help'")
+def _check_flags(parser: _Parser, argv: list[str], takes_overrides: bool) -> None:
+    """Names an unknown flag; argparse would rather complain of the required one it stands for."""
+    known = parser.known_flags()
+    for argument in argv:
+        flag = argument.split("=")[0]
+        is_value = not flag.startswith("-") or " " in flag or flag == "-" or _is_number(argument)
+        is_override = takes_overrides and re.match(r"--?(no)?config\.", flag)
+        if flag == "--":
+            return
+        if not is_value and not is_override and flag not in known:
+            hint = nearest(flag, known) or f"; see '{parser.prog} --help'"
+            raise UsageError(f"{flag}: there is no such flag{hint}")
 
 
 def _mark_absl_flags_parsed() -> None:
@@ -113,6 +119,14 @@ def _mark_absl_flags_parsed() -> None:
     from absl import flags
 
     flags.FLAGS.mark_as_parsed()
+
+
+def _show_warnings(prog: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"{prog}: warning: %(message)s"))
+    logger = logging.getLogger("ddrp_jax")
+    logger.handlers[:] = [handler]
+    logger.propagate = False
 
 
 class _Parser(argparse.ArgumentParser):

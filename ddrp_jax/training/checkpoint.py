@@ -47,7 +47,7 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        folder: where `<step>/` folders live; made if absent.
+        folder: where `<step>/` folders live; the first save makes it.
         config: plain JSON data, stored with each checkpoint.
         tokenizer: has `save(folder)`.
         keep_last: newest checkpoints to keep.
@@ -71,7 +71,6 @@ class Checkpoints:
         self._damaged: set[Path] = set()
         self._executor = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
-        self.folder.mkdir(parents=True, exist_ok=True)
 
     def clean(self) -> None:
         """Removes what a killed process left of a save."""
@@ -105,7 +104,7 @@ class Checkpoints:
         self.wait()
         staging = self.folder / f"{_SAVING}{step}"
         try:
-            staging.mkdir()
+            staging.mkdir(parents=True)
             response = ocp.save_checkpointables_async(staging / "arrays", _items(state))
         except Exception as error:
             raise self._failed(staging, error) from error
@@ -208,6 +207,11 @@ def find_checkpoint(path: str | Path) -> Path:
     )
 
 
+def has_checkpoints(folder: Path) -> bool:
+    """Returns whether a folder of checkpoints has any, good or damaged."""
+    return bool(_step_folders(folder))
+
+
 def is_checkpoint(path: Path) -> bool:
     """Returns whether `path` is one checkpoint's folder (good or damaged)."""
     return (path / _MANIFEST).is_file() or (path / "arrays").is_dir()
@@ -235,6 +239,11 @@ def read_progress(path: Path) -> dict[str, Any]:
 def read_step(path: Path) -> int:
     """Returns the step of a checkpoint."""
     return int(_read_manifest(path)["step"])
+
+
+def read_loss(path: Path) -> float | None:
+    """Returns the held-out loss measured at a checkpoint's step, if it was."""
+    return _read_manifest(path)["mlm_loss"]
 
 
 def parameter_shapes(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -1,0 +1,256 @@
+"""Where a run's numbers go: `metrics.jsonl`, TensorBoard, optionally wandb, and the screen.
+
+`metrics.jsonl` has one JSON object a line, with `step` and `split` first. After a resume the file
+is cut back to the checkpoint, so no step appears twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from ddrp_jax.errors import UsageError
+
+FILE = "metrics.jsonl"
+CATEGORIES = ("training", "compiling", "evaluating", "saving")
+
+
+class Chrono:
+    """Wall-clock seconds by what they were spent on, over all the lives of a run.
+
+    Args:
+        seconds: what earlier lives spent; `Chrono.seconds` of a checkpoint.
+    """
+
+    def __init__(self, seconds: Mapping[str, float] | None = None):
+        self._seconds = dict.fromkeys(CATEGORIES, 0.0) | dict(seconds or {})
+        self._stack: list[str] = []
+        self._since = 0.0
+
+    @contextlib.contextmanager
+    def spend(self, category: str) -> Iterator[None]:
+        """Books the time inside to `category`; an inner one interrupts an outer one."""
+        self._book()
+        self._stack.append(category)
+        try:
+            yield
+        finally:
+            self._book()
+            self._stack.pop()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each category until now."""
+        self._book()
+        return dict(self._seconds)
+
+    def _book(self) -> None:
+        now = time.perf_counter()
+        if self._stack:
+            self._seconds[self._stack[-1]] += now - self._since
+        self._since = now
+
+
+def cut_back(workdir: Path, step: int) -> None:
+    """Drops what `metrics.jsonl` says of steps after `step`, and a line that a kill tore.
+
+    The new file replaces the old one in one move.
+    """
+    path = workdir / FILE
+    if not path.exists():
+        return
+    staging = path.with_suffix(".jsonl.tmp")
+    with path.open("rb") as old, staging.open("wb") as new:
+        for line in old:
+            try:
+                event = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                continue
+            if line.endswith(b"\n") and event["step"] <= step:
+                new.write(line)
+        new.flush()
+        os.fsync(new.fileno())
+    staging.replace(path)
+
+
+class MetricsWriter:
+    """Writes events of one run; opens what `config.train` asks for.
+
+    Args:
+        workdir: the run's folder.
+        first_step: the step that the run starts or resumes from.
+        tensorboard: whether to write TensorBoard events to `workdir/tensorboard`.
+        wandb: a wandb project, or "".
+        config: plain JSON data, shown by wandb.
+
+    Raises:
+        UsageError: wandb is asked for and not installed.
+    """
+
+    def __init__(
+        self,
+        workdir: Path,
+        *,
+        first_step: int,
+        tensorboard: bool,
+        wandb: str,
+        config: Mapping[str, Any],
+    ):
+        # Unbuffered: a line goes out in one write, so a kill hardly ever tears one.
+        self._file = (workdir / FILE).open("ab", buffering=0)
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        if tensorboard:
+            from tensorboardX import SummaryWriter
+
+            # TensorBoard then hides what an earlier life wrote beyond the checkpoint.
+            purge_step = first_step + 1 if first_step else None
+            self._tensorboard = SummaryWriter(
+                str(workdir / "tensorboard"), purge_step=purge_step, flush_secs=10
+            )
+        if wandb:
+            self._wandb = _start_wandb(wandb, workdir, config)
+
+    def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
+        """Writes one event.
+
+        Args:
+            step: updates done when it was measured.
+            split: "train" or the name of a record split.
+            values: numbers, or lists of them; what is not finite becomes null.
+        """
+        event = {"step": step, "split": split} | {k: _plain(v) for k, v in values.items()}
+        self._file.write(orjson.dumps(event) + b"\n")
+        scalars = {
+            f"{split}/{name}": value
+            for name, value in event.items()
+            if name not in ("step", "split") and isinstance(value, int | float)
+        }
+        if self._tensorboard is not None:
+            for name, value in scalars.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(scalars, step=step)
+
+    def close(self) -> None:
+        """Writes out what is still in memory."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+class Progress:
+    """The state of a run on the screen: a bar on a terminal, plain lines elsewhere.
+
+    Args:
+        total_steps: where the run ends.
+        first_step: where this process began.
+    """
+
+    def __init__(self, total_steps: int, first_step: int):
+        from rich.console import Console
+
+        self._total = total_steps
+        self._console = Console(stderr=True, highlight=False)
+        self._bar: Any = None
+        self._started = (time.monotonic(), first_step)
+        if self._console.is_terminal:
+            from rich import progress
+
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.MofNCompleteColumn(),
+                progress.TimeRemainingColumn(),
+                progress.TextColumn("{task.fields[text]}"),
+                console=self._console,
+            )
+            self._task = self._bar.add_task(
+                "training", total=total_steps, completed=first_step, text=""
+            )
+            self._bar.start()
+
+    def advance(self, step: int) -> None:
+        """Says that `step` is done; only a bar shows it."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def report(self, step: int, split: str, values: Mapping[str, Any]) -> None:
+        """Shows an event that was measured."""
+        text = "  ".join(
+            f"{label} {values[name]:{form}}"
+            for name, label, form in (
+                ("loss", "loss", ".4f"),
+                ("mlm_loss", "mlm", ".4f"),
+                ("mlm_accuracy", "accuracy", ".3f"),
+                ("token_cosine", "token cosine", ".3f"),
+                ("head_cosine", "head cosine", ".3f"),
+                ("tokens_per_second", "tokens/s", ",.0f"),
+            )
+            if name in values
+        )
+        if self._bar is not None and split == "train":
+            self._bar.update(self._task, completed=step, text=text)
+        else:
+            self.say(f"step {step}/{self._total}  {split}  {text}{self._time_left(step)}")
+
+    def say(self, text: str) -> None:
+        """Shows a line of text."""
+        if self._bar is not None:
+            self._console.print(text, markup=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Leaves the screen as it is."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _time_left(self, step: int) -> str:
+        start, first_step = self._started
+        if self._bar is not None or step <= first_step or step >= self._total:
+            return ""
+        seconds = (time.monotonic() - start) / (step - first_step) * (self._total - step)
+        hours, minutes = int(seconds // 3600), int(seconds // 60 % 60)
+        return f"  left {hours}:{minutes:02}:{int(seconds % 60):02}"
+
+
+def _start_wandb(project: str, workdir: Path, config: Mapping[str, Any]) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise UsageError(
+            f"config.train.wandb={project!r}: wandb is not installed; run "
+            "pip install 'ddrp-jax[wandb]'"
+        ) from None
+    # One run folder is one wandb run, through every resume.
+    identity = workdir / "wandb_run"
+    if not identity.exists():
+        identity.write_text(wandb.util.generate_id())
+    return wandb.init(
+        project=project,
+        id=identity.read_text(),
+        resume="allow",
+        dir=str(workdir),
+        config=dict(config),
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, int | str | None):
+        return value
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, int) or math.isfinite(value) else None
