@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,12 @@ class Records:
     vocab_size: int
     splits: dict[str, TokenStream]
     index: dict[str, Any]
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits of what the records hold; where they lie and came from is left out."""
+        content = [self.index[name] for name in ("tokenizer", "dtype", "splits")]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     def split(self, name: str) -> TokenStream:
         """Returns a split by name, or raises UsageError that names those there are."""
