@@ -154,7 +154,7 @@ class Progress:
 
     Args:
         total_steps: where the run ends.
-        first_step: where this process began.
+        first_step: where this process begins.
     """
 
     def __init__(self, total_steps: int, first_step: int):
@@ -163,7 +163,7 @@ class Progress:
         self._total = total_steps
         self._console = Console(stderr=True, highlight=False)
         self._bar: Any = None
-        self._started = (time.monotonic(), first_step)
+        self._started: tuple[float, int] | None = None
         if self._console.is_terminal:
             from rich import progress
 
@@ -182,6 +182,8 @@ class Progress:
 
     def advance(self, step: int) -> None:
         """Says that `step` is done; only a bar shows it."""
+        # The first step compiles; what is left goes by the others.
+        self._started = self._started or (time.monotonic(), step)
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
@@ -217,7 +219,7 @@ class Progress:
             self._bar.stop()
 
     def _time_left(self, step: int) -> str:
-        start, first_step = self._started
+        start, first_step = self._started or (0.0, step)
         if self._bar is not None or step <= first_step or step >= self._total:
             return ""
         seconds = (time.monotonic() - start) / (step - first_step) * (self._total - step)

@@ -1,0 +1,48 @@
+"""`ddrp pretrain`: train an encoder by a config, or go on with a run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ddrp_jax.commands.config_flags import load_config
+
+EXAMPLE = """
+ddrp pretrain --config configs/demo.py --workdir runs/demo
+ddrp pretrain --config configs/demo.py:absolute --workdir runs/absolute \\
+    --config.stages[0].steps=400 --config.train.seed=1
+"""
+CONFIG_OVERRIDES = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="FILE[:arg]",
+        help="a file that defines get_config(); --config.path.to.field=value overrides a field",
+    )
+    parser.add_argument(
+        "--workdir",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="the run's folder; where it holds checkpoints, training goes on from the newest good "
+        "one",
+    )
+    parser.add_argument(
+        "--init",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="start a new run from the parameters of another run or checkpoint",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; the status is 143 or 130 where SIGTERM or SIGINT stopped it."""
+    config = load_config(args.config, args.overrides)
+
+    from ddrp_jax.training.loop import pretrain
+
+    return pretrain(config, args.workdir, init=args.init)

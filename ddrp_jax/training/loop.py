@@ -1,0 +1,511 @@
+"""The pre-training run, from the checks before the first compilation to the last checkpoint.
+
+The order in the loop is the argument for exact resume: evaluate on the old state, save, take the
+next batch, step, log the previous step's metrics. The batch iterator advances only after the save,
+and every line of `metrics.jsonl` up to a checkpoint's step is written before the checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orjson
+from jax.sharding import Mesh, NamedSharding
+
+from ddrp_jax.config import Config, ObjectiveConfig, StageConfig, as_dict
+from ddrp_jax.data import pipeline
+from ddrp_jax.data.masking import Masker
+from ddrp_jax.data.records import Records, check_records, open_records
+from ddrp_jax.data.tokenizers import Tokenizer, load_tokenizer
+from ddrp_jax.errors import DdrpError, UsageError
+from ddrp_jax.training import checkpoint, metrics, resume, sharding
+from ddrp_jax.training.preemption import StopSignal
+from ddrp_jax.training.state import TrainState
+from ddrp_jax.training.step import Training, build_training
+
+HELD_OUT = "heldout"
+# Held-out rows are masked with this seed in every run, so that runs can be compared.
+MASK_SEED = 0
+
+
+def pretrain(config: Config, workdir: Path, *, init: Path | None = None) -> int:
+    """Trains, or goes on from the newest good checkpoint in `workdir`.
+
+    Args:
+        config: the run.
+        workdir: the run's folder, made if absent: `config.json`, `metrics.jsonl`,
+            `tensorboard/`, `checkpoints/<step>/`.
+        init: a checkpoint whose parameters a fresh run starts from; a run that has checkpoints of
+            its own goes on from those.
+
+    Returns:
+        Exit status: 0, or 128 + the number of the signal that stopped the run.
+
+    Raises:
+        UsageError: the config cannot be right, or may not change on resume.
+        DdrpError: bad records, no usable checkpoint, a full disk, a loss that is not finite.
+    """
+    corpora = [_open(stage.records, index) for index, stage in enumerate(config.stages)]
+    tokenizer = corpora[0].tokenizer()
+    config = resolve(config, tokenizer)
+    for records in corpora:
+        check_records(records, tokenizer.fingerprint, config.model.vocab_size)
+    mesh = sharding.make_mesh(config.mesh)
+    _check_stages(config, tokenizer, mesh)
+    is_fresh = not checkpoint.has_checkpoints(workdir / "checkpoints")
+    # Before anything is written: a wrong --init leaves no folder behind.
+    init_params = _init_params(init, config, corpora[0], mesh) if init and is_fresh else None
+
+    workdir.mkdir(parents=True, exist_ok=True)
+    checkpoints = checkpoint.Checkpoints(
+        workdir / "checkpoints",
+        config=as_dict(config),
+        tokenizer=tokenizer,
+        keep_last=config.train.keep_last,
+        keep_best=config.train.keep_best,
+    )
+    with resume.only_process(workdir), contextlib.closing(checkpoints):
+        checkpoints.clean()
+        found = checkpoints.newest()
+        progress: dict[str, Any] = {
+            "step": 0,
+            "tokens_seen": 0,
+            "seconds": {},
+            "stage": 0,
+            "iterator": None,
+        }
+        if found is not None:
+            progress = checkpoint.read_progress(found)
+            check_tokenizer(corpora[0], found)
+            resume.check_resume(checkpoint.read_config(found), config, progress["step"])
+        _write_json(workdir / "config.json", as_dict(config))
+        metrics.cut_back(workdir, progress["step"])
+        run = _Run(config, workdir, mesh, corpora, tokenizer, checkpoints, progress)
+        with contextlib.closing(run):
+            if found is not None:
+                run.screen.say(f"resuming from step {run.step}: {found}")
+            elif init_params is not None:
+                run.screen.say(f"starting from the parameters of {init}")
+            return run.train(lambda training: _first_state(training, config, found, init_params))
+
+
+def resolve(config: Config, tokenizer: Tokenizer) -> Config:
+    """Returns the config with what the tokenizer decides filled in."""
+    model = dataclasses.replace(
+        config.model,
+        vocab_size=config.model.vocab_size or tokenizer.vocab_size,
+        pad_id=tokenizer.pad_id,
+    )
+    return dataclasses.replace(config, model=model)
+
+
+def check_tokenizer(records: Records, path: Path) -> None:
+    """Raises UsageError unless the records were made with the tokenizer of a checkpoint."""
+    if load_tokenizer(path / "tokenizer").fingerprint != records.tokenizer_fingerprint:
+        raise UsageError(
+            f"records {str(records.path)!r} were made with another tokenizer than checkpoint "
+            f"{path}; run 'ddrp prepare' with '--tokenizer {path / 'tokenizer'}'"
+        )
+
+
+def evaluate(
+    function: Callable[[Any, dict[str, jax.Array]], Mapping[str, Any]],
+    objective: ObjectiveConfig,
+    params: Any,
+    batches: Iterable[Mapping[str, np.ndarray]],
+    where: NamedSharding,
+) -> dict[str, Any]:
+    """Measures a model on batches; means are over all of their tokens.
+
+    Args:
+        function: `Training.evaluate`.
+        objective: weights of the loss.
+        params: the model's.
+        batches: held-out rows.
+        where: sharding of a batch.
+
+    Returns:
+        Losses, accuracy and similarities by name; NaN where there was nothing to measure.
+    """
+    totals: dict[str, np.ndarray] = {}
+    for batch in batches:
+        sums = jax.device_get(function(params, put(batch, where)))
+        for name, pair in sums.items():
+            total = np.asarray(pair, np.float64)
+            totals[name] = totals[name] + total if name in totals else total
+    means = {name: _mean(total) for name, total in totals.items()}
+    if means:
+        heads = means["head_cosine_by_layer"]
+        by_term = {
+            "token": (objective.token_weight, means["token_cosine"]),
+            "head": (
+                objective.head_weight,
+                heads[-1] if objective.head_layers == "last" else means["head_cosine"],
+            ),
+        }
+        means["loss"] = means["mlm_loss"] + sum(w * cosine for w, cosine in by_term.values() if w)
+    return means
+
+
+def put(batch: Mapping[str, np.ndarray], where: NamedSharding) -> dict[str, jax.Array]:
+    """Places this process's rows of a batch on its devices."""
+    return {
+        name: jax.make_array_from_process_local_data(where, value)
+        for name, value in batch.items()
+        if name != "row"
+    }
+
+
+def _first_state(
+    training: Training, config: Config, found: Path | None, init_params: Any
+) -> TrainState:
+    if found is not None:
+        return checkpoint.restore(found, training.abstract_state)
+    state = training.init(config.train.seed)
+    return state if init_params is None else dataclasses.replace(state, params=init_params)
+
+
+def _init_params(init: Path, config: Config, records: Records, mesh: Mesh) -> Any:
+    path = checkpoint.find_checkpoint(init)
+    check_tokenizer(records, path)
+    return checkpoint.restore_params(path, build_training(config, 0, mesh).abstract_state.params)
+
+
+def _check_stages(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> None:
+    """Finds what would stop a later stage before the first one starts."""
+    for stage in config.stages:
+        sharding.check_batch(stage, mesh)
+        Masker(config.masking, tokenizer, stage.length)
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    if config.train.eval_batch_size % ways:
+        raise UsageError(
+            f"config.train.eval_batch_size={config.train.eval_batch_size}: expected a multiple of "
+            f"the {ways} devices that rows are divided over"
+        )
+
+
+def _open(path: str, index: int) -> Records:
+    if not path:
+        raise UsageError(
+            f"config.stages[{index}].records='': name a folder that 'ddrp prepare' wrote"
+        )
+    return open_records(path)
+
+
+def _write_json(path: Path, data: Any) -> None:
+    staging = path.with_name(f"{path.name}.tmp")
+    staging.write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    staging.replace(path)
+
+
+def _mean(pair: Any) -> Any:
+    total, weight = np.asarray(pair, np.float64)
+    nothing = np.full_like(total, np.nan)
+    return np.divide(total, weight, out=nothing, where=weight > 0).tolist()
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stage:
+    """The stage that is being trained.
+
+    Attributes:
+        index: its place in the config.
+        begin: steps of all stages before it.
+        config: the stage.
+        records: what it trains on.
+        training: its compiled functions.
+        held_out: batches to measure on, or None where its records hold nothing out.
+    """
+
+    index: int
+    begin: int
+    config: StageConfig
+    records: Records
+    training: Training
+    held_out: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A step whose metrics are still on the device."""
+
+    number: int
+    rows: np.ndarray
+    tokens_seen: int
+    tokens_seen_before: int
+    values: dict[str, jax.Array]
+    similarities: Mapping[str, Any]
+
+
+class _Run:
+    """One process's life of a run.
+
+    Args:
+        config: resolved.
+        workdir: the run's folder.
+        mesh: devices.
+        corpora: the records of each stage.
+        tokenizer: of all of them.
+        checkpoints: of this run.
+        progress: of the checkpoint that it goes on from, or that of step 0.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        workdir: Path,
+        mesh: Mesh,
+        corpora: list[Records],
+        tokenizer: Tokenizer,
+        checkpoints: checkpoint.Checkpoints,
+        progress: Mapping[str, Any],
+    ):
+        self.config = config
+        self.mesh = mesh
+        self.corpora = corpora
+        self.tokenizer = tokenizer
+        self.checkpoints = checkpoints
+        self.step: int = progress["step"]
+        self.saved_step = self.step if progress["iterator"] is not None else None
+        self.tokens_seen: int = progress["tokens_seen"]
+        self.iterator = progress["stage"], progress["iterator"]
+        self.chrono = metrics.Chrono(progress["seconds"])
+        self.compiled: set[Any] = set()
+        self.logged = self.tokens_seen, self.chrono.seconds["training"]
+        self.writer = metrics.MetricsWriter(
+            workdir,
+            first_step=self.step,
+            tensorboard=config.train.tensorboard,
+            wandb=config.train.wandb,
+            config=as_dict(config),
+        )
+        self.screen = metrics.Progress(config.total_steps, self.step)
+
+    def close(self) -> None:
+        self.writer.close()
+        self.screen.close()
+
+    def train(self, first_state: Callable[[Training], TrainState]) -> int:
+        """Trains every stage that is not over; returns the exit status."""
+        if self.step >= self.config.total_steps:
+            self.screen.say(f"nothing to do: the run is at step {self.step}, its last")
+            return 0
+        state = None
+        begin = 0
+        with StopSignal() as stop, self.chrono.spend("training"):
+            for index, stage in enumerate(self.config.stages):
+                end = begin + stage.steps
+                if self.step < end:
+                    now = self._stage(index, begin)
+                    if state is None:
+                        with self.chrono.spend("compiling"):
+                            state = first_state(now.training)
+                    state = self._train_stage(now, state, stop)
+                    if self.step < end:
+                        break
+                begin = end
+            with self.chrono.spend("saving"):
+                self.checkpoints.wait()
+        where = self.checkpoints.folder / str(self.step)
+        if stop.received is not None and self.step < self.config.total_steps:
+            self.screen.say(
+                f"stopped by {stop.received.name} after step {self.step}, saved as {where}; the "
+                "same command goes on from there"
+            )
+            return stop.exit_status
+        self.screen.say(f"done: {self.step} steps, saved as {where}")
+        return 0
+
+    def _stage(self, index: int, begin: int) -> _Stage:
+        records, config = self.corpora[index], self.config
+        held_out = None
+        if HELD_OUT in records.splits:
+            held_out = held_out_batches(records, self.tokenizer, config, index)
+        else:
+            self.screen.say(
+                f"{records.path} holds nothing out, so nothing is evaluated; "
+                "'ddrp prepare --holdout 0.5%' does"
+            )
+        training = build_training(config, index, self.mesh)
+        return _Stage(index, begin, config.stages[index], records, training, held_out)
+
+    def _train_stage(self, now: _Stage, state: TrainState, stop: StopSignal) -> TrainState:
+        train = self.config.train
+        end = now.begin + now.config.steps
+        previous: _Step | None = None
+        stopping = False
+        with contextlib.closing(self._batches(now, self.step)) as batches:
+            if self.iterator[0] == now.index and self.iterator[1] is not None:
+                batches.set_state(self.iterator[1])
+            while self.step < end and not stopping:
+                state, current = self._take_step(now, state, next(batches))
+                self._log(now, state, previous)
+                self.checkpoints.check()
+
+                # The state is now old: measure it and save it before the next batch is taken.
+                stopping = stop.should_stop()
+                is_last = self.step == self.config.total_steps
+                evaluates = _is_due(self.step, train.eval_every) or is_last
+                saves = _is_due(self.step, train.save_every) or is_last or stopping
+                if evaluates or saves:
+                    self._log(now, state, current)
+                    loss = self._evaluate(now, state.params) if evaluates else None
+                    if saves:
+                        self._save(now, state, batches, loss)
+                previous = None if evaluates or saves else current
+            self._log(now, state, previous)
+        return state
+
+    def _take_step(
+        self, now: _Stage, state: TrainState, batch: dict[str, np.ndarray]
+    ) -> tuple[TrainState, _Step]:
+        number = self.step + 1
+        training = now.training
+        similarities: Mapping[str, Any] = {}
+        with jax.transfer_guard("disallow"):
+            placed = put(batch, training.batch_sharding)
+            if _is_due(number, self.config.train.representations_every):
+                similarities = self._call(training.representations, state.params, placed)
+            state, values = self._call(training.train_step, state, placed)
+        before = self.tokens_seen
+        self.tokens_seen += int(np.count_nonzero(batch["segment_ids"]))
+        self.step = number
+        self.screen.advance(number)
+        step = _Step(number, batch["row"], self.tokens_seen, before, values, similarities)
+        return state, step
+
+    def _log(self, now: _Stage, state: TrainState, step: _Step | None) -> None:
+        """Writes a step's line where one is due; stops the run if the step was not finite.
+
+        Args:
+            now: the stage.
+            state: the newest state; unhealthy, it is the one that the step began from.
+            step: None does nothing.
+        """
+        if step is None:
+            return
+        is_finite = bool(jax.device_get(step.values["finite"]))
+        is_due = _is_due(step.number, self.config.train.log_every) or step.similarities
+        if is_finite and not is_due:
+            return
+        values = {k: v.item() for k, v in jax.device_get(step.values).items() if k != "finite"}
+        pairs = jax.device_get(step.similarities)
+        values = {name: _mean(pair) for name, pair in pairs.items()} | values
+        seconds = self.chrono.seconds
+        tokens, training_seconds = self.logged
+        self.logged = step.tokens_seen, seconds["training"]
+        rate = (step.tokens_seen - tokens) / max(seconds["training"] - training_seconds, 1e-9)
+        self._write(
+            step.number,
+            "train",
+            values | {"tokens_per_second": rate, "tokens_seen": step.tokens_seen},
+        )
+        if not is_finite:
+            self._stop_unhealthy(now, state, step, values)
+
+    def _write(self, step: int, split: str, values: dict[str, Any]) -> None:
+        seconds = {f"seconds_{name}": value for name, value in self.chrono.seconds.items()}
+        self.writer.write(step, split, values | seconds)
+        self.screen.report(step, split, values)
+
+    def _evaluate(self, now: _Stage, params: Any) -> float | None:
+        if now.held_out is None:
+            return None
+        with self.chrono.spend("evaluating"):
+            function = functools.partial(self._call, now.training.evaluate)
+            objective, where = self.config.objective, now.training.batch_sharding
+            values = evaluate(function, objective, params, now.held_out, where)
+        self._write(self.step, HELD_OUT, values | {"tokens_seen": self.tokens_seen})
+        loss = values.get("mlm_loss", math.nan)
+        return loss if math.isfinite(loss) else None
+
+    def _save(self, now: _Stage, state: TrainState, batches: Any, loss: float | None) -> None:
+        with self.chrono.spend("saving"):
+            progress = {
+                "step": self.step,
+                "stage": now.index,
+                "iterator": batches.get_state(),
+                "tokens_seen": self.tokens_seen,
+                "seconds": self.chrono.seconds,
+            }
+            self.checkpoints.save(state, step=self.step, progress=progress, mlm_loss=loss)
+        self.saved_step = self.step
+
+    def _stop_unhealthy(
+        self, now: _Stage, state: TrainState, step: _Step, values: Mapping[str, Any]
+    ) -> NoReturn:
+        self.step, self.tokens_seen = step.number - 1, step.tokens_seen_before
+        if self.saved_step != self.step:
+            # The guard kept the parameters; the batches have gone on and are built again.
+            good = dataclasses.replace(state, healthy=jnp.ones_like(state.healthy))
+            with contextlib.closing(self._batches(now, self.step)) as batches:
+                self._save(now, good, batches, None)
+            self.checkpoints.wait()
+        where = self.checkpoints.folder / str(self.step)
+        rows = ", ".join(str(row) for row in step.rows if row >= 0)
+        raise DdrpError(
+            f"step {step.number}: loss {values['loss']} or gradient norm {values['grad_norm']} is "
+            f"not finite, in stage '{now.config.name}', rows {rows} of {now.records.path}; "
+            f"the state before it is saved as {where}. The same command would end here again: "
+            f"start a new run with --init {where} and a lower schedule.peak or optimizer.clip_norm"
+        )
+
+    def _batches(self, now: _Stage, step: int) -> Any:
+        train = self.config.train
+        return pipeline.train_batches(
+            now.records,
+            self.tokenizer,
+            now.config,
+            self.config.masking,
+            seed=train.seed,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+            start_step=step - now.begin,
+            prefetch=train.prefetch,
+            workers=train.workers,
+        )
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a compiled function; its first call counts as compiling, one run included."""
+        if function in self.compiled:
+            return function(*arguments)
+        self.compiled.add(function)
+        with self.chrono.spend("compiling"):
+            return jax.block_until_ready(function(*arguments))
+
+
+def held_out_batches(
+    records: Records,
+    tokenizer: Tokenizer,
+    config: Config,
+    stage_index: int,
+    *,
+    split: str = HELD_OUT,
+) -> Any:
+    """Returns the rows on which a stage is measured, with masks that never change."""
+    stage = config.stages[stage_index]
+    return pipeline.eval_batches(
+        records,
+        tokenizer,
+        split=split,
+        length=stage.length,
+        batch_size=config.train.eval_batch_size or stage.batch_size,
+        masking=config.masking,
+        seed=MASK_SEED,
+        max_rows=config.train.eval_rows,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
