@@ -74,10 +74,10 @@ class Attention(nnx.Module):
             statistic: a function of the attention weights after the softmax and before dropout.
         """
         config, dtype = self.config, x_btd.dtype
-        qkv = x_btd @ self.qkv_kernel[...].astype(dtype).reshape(config.hidden_size, -1)
-        qkv = ops.add_bias(qkv, self.qkv_bias[...].reshape(-1))
+        d = config.hidden_size
+        qkv = ops.linear(x_btd, self.qkv_kernel[...].reshape(d, -1), self.qkv_bias[...].reshape(-1))
         qkv = qkv.reshape(*x_btd.shape[:2], *self.qkv_bias.shape)
-        q_btnh, k_btnh, v_btnh = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+        q_btnh, k_btnh, v_btnh = (part[:, :, 0] for part in jnp.split(qkv, 3, axis=2))
         if config.position.kind == "rope":
             q_btnh = rotate(q_btnh, positions, config.position.rope_theta)
             k_btnh = rotate(k_btnh, positions, config.position.rope_theta)
@@ -90,18 +90,23 @@ class Attention(nnx.Module):
             scores_bnts += relative_scores(q_btnh, table, config.position.scores)
         if bias is not None:
             scores_bnts += bias.astype(dtype)
-        probs_bnts = ops.masked_softmax(scores_bnts, mask)
-        measured = statistic(probs_bnts) if statistic is not None else None
-        if dropout_keys is not None:
-            probs_bnts = ops.dropout(
-                probs_bnts, ops.fold(dropout_keys, 0), config.attention_dropout
-            )
-        probs_bnts = probs_bnts.astype(dtype)
-        z_btnh = jnp.einsum("bnts,bsnh->btnh", probs_bnts, v_btnh)
+        values = (v_btnh, None)
         if tables is not None and tables.values is not None:
-            z_btnh += relative_values(probs_bnts, tables.values().astype(dtype))
-        out = jnp.einsum("btnh,nhd->btd", z_btnh, self.out_kernel[...].astype(dtype))
-        return ops.add_bias(out, self.out_bias[...]), measured
+            values = (v_btnh, tables.values().astype(dtype))
+        attention_keys = None if dropout_keys is None else ops.fold(dropout_keys, 0)
+        z_btnh, probs_bnts = ops.attend(
+            _mix, scores_bnts, mask, values, attention_keys, config.attention_dropout
+        )
+        measured = statistic(probs_bnts) if statistic is not None else None
+        z_btd = z_btnh.reshape(*x_btd.shape[:2], -1)
+        return ops.linear(z_btd, self.out_kernel[...].reshape(-1, d), self.out_bias[...]), measured
+
+
+def _mix(probs_bnts: Float[Array, "b n t s"], values: Any) -> Float[Array, "b t n h"]:
+    """Returns the weighted sum of values, and of relative vectors where they act on values."""
+    v_btnh, table = values
+    z_btnh = jnp.einsum("bnts,bsnh->btnh", probs_bnts, v_btnh)
+    return z_btnh if table is None else z_btnh + relative_values(probs_bnts, table)
 
 
 def segment_mask(segment_ids: Int[Array, "b t"]) -> Bool[Array, "b 1 t t"]:

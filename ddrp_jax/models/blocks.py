@@ -40,10 +40,14 @@ class FeedForward(nnx.Module):
         self.down_bias = parameter(config, rngs, (d,), ("embed",))
 
     def __call__(self, x_btd: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        dtype = x_btd.dtype
-        up_btf = ops.add_bias(x_btd @ self.up_kernel[...].astype(dtype), self.up_bias[...])
-        up_btf = ops.gelu(up_btf, self.approximate)
-        return ops.add_bias(up_btf @ self.down_kernel[...].astype(dtype), self.down_bias[...])
+        return ops.feed_forward(
+            x_btd,
+            self.up_kernel[...],
+            self.up_bias[...],
+            self.down_kernel[...],
+            self.down_bias[...],
+            self.approximate,
+        )
 
 
 class EncoderLayer(nnx.Module):

@@ -31,15 +31,12 @@ class MaskedLMHead(nnx.Module):
         self, hidden: Float[Array, "*rows d"], word_table: Float[Array, "v d"]
     ) -> Float[Array, "*rows v"]:
         """Returns float32 logits over the padded vocabulary; padded entries are never likely."""
-        config, dtype = self.config, hidden.dtype
-        x = ops.add_bias(hidden @ self.dense_kernel[...].astype(dtype), self.dense_bias[...])
+        config = self.config
+        x = ops.linear(hidden, self.dense_kernel[...], self.dense_bias[...])
         x = self.norm(ops.gelu(x, config.activation == "gelu_tanh"))
         table = word_table if self.decoder_kernel is None else self.decoder_kernel[...]
-        logits = jnp.einsum(
-            "...d,vd->...v", x, table.astype(dtype), preferred_element_type=jnp.float32
-        )
         is_real = jnp.arange(table.shape[0]) < config.vocab_size
-        return ops.add_bias(logits, jnp.where(is_real, self.decoder_bias[...], ops.MASKED_SCORE))
+        return ops.logits(x, table, jnp.where(is_real, self.decoder_bias[...], ops.MASKED_SCORE))
 
 
 class MaskedLM(nnx.Module):

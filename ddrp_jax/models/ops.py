@@ -2,13 +2,15 @@
 
 Left to itself, automatic differentiation saves every intermediate of a LayerNorm, a GELU, a
 softmax or a dropout, once for each layer. Each function here saves its input or its output and
-works the rest out again, which is cheaper than the memory traffic on every backend measured.
+works the rest out again, which is cheaper than the memory traffic.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +39,7 @@ def _layer_norm_backward(epsilon, saved, g):
     x, mean, inverse, scale = saved
     g32 = g.astype(jnp.float32)
     normed = (x.astype(jnp.float32) - mean) * inverse
-    g_scale, g_bias = _column_sum(g32 * normed), _column_sum(g32)
+    g_scale, g_bias = column_sum(g32 * normed), column_sum(g32)
     g_normed = g32 * scale
     g_x = inverse * (
         g_normed
@@ -51,23 +53,59 @@ layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
 
 
 @jax.custom_vjp
-def add_bias(x: Float[Array, "*rows d"], bias: Float[Array, " d"]) -> Float[Array, "*rows d"]:
-    """Returns `x + bias`."""
-    return x + bias.astype(x.dtype)
+def linear(
+    x: Float[Array, "*rows d"], kernel: Float[Array, "d f"], bias: Float[Array, " f"]
+) -> Float[Array, "*rows f"]:
+    """Returns `x @ kernel + bias`, computed in the type of `x`."""
+    return x @ kernel.astype(x.dtype) + bias.astype(x.dtype)
 
 
-def _add_bias_forward(x, bias):
-    return add_bias(x, bias), None
+def _linear_forward(x, kernel, bias):
+    return linear(x, kernel, bias), (x, kernel)
 
 
-def _add_bias_backward(_, g):
-    return g, _column_sum(g)
+def _linear_backward(saved, g):
+    x, kernel = saved
+    return g @ kernel.astype(g.dtype).T, kernel_gradient(x, g), column_sum(g)
 
 
-add_bias.defvjp(_add_bias_forward, _add_bias_backward)
+linear.defvjp(_linear_forward, _linear_backward)
 
 
-def _column_sum(x: Float[Array, "*rows d"]) -> Float[Array, " d"]:
+@jax.custom_vjp
+def logits(
+    x: Float[Array, "*rows d"], table: Float[Array, "v d"], bias: Float[Array, " v"]
+) -> Float[Array, "*rows v"]:
+    """Returns `x @ table^T + bias` in float32, for products computed in the type of `x`."""
+    table = table.astype(x.dtype)
+    return jnp.einsum("...d,vd->...v", x, table, preferred_element_type=jnp.float32) + bias
+
+
+def _logits_forward(x, table, bias):
+    return logits(x, table, bias), (x, table)
+
+
+def _logits_backward(saved, g):
+    x, table = saved
+    g_x = g.astype(x.dtype) @ table.astype(x.dtype)
+    return g_x, kernel_gradient(x, g.astype(x.dtype)).T, column_sum(g)
+
+
+logits.defvjp(_logits_forward, _logits_backward)
+
+
+def kernel_gradient(x: Float[Array, "*rows d"], g: Float[Array, "*rows f"]) -> Float[Array, "d f"]:
+    """Returns `x^T g` in float32, by the product that turns the smaller of the two.
+
+    The backward rule of a plain product always turns `g`, and then the result.
+    """
+    x, g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+    if x.shape[1] <= g.shape[1]:
+        return jnp.einsum("rd,rf->df", x, g, preferred_element_type=jnp.float32)
+    return jnp.einsum("rf,rd->fd", g, x, preferred_element_type=jnp.float32).T
+
+
+def column_sum(x: Float[Array, "*rows d"]) -> Float[Array, " d"]:
     """Sums over all axes but the last, in float32.
 
     As a product with ones: XLA's reduction over the rows of a matrix runs 40 times slower on CPU.
@@ -75,6 +113,42 @@ def _column_sum(x: Float[Array, "*rows d"]) -> Float[Array, " d"]:
     x = x.reshape(-1, x.shape[-1])
     ones = jnp.ones((1, x.shape[0]), x.dtype)
     return jnp.matmul(ones, x, preferred_element_type=jnp.float32)[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def feed_forward(
+    x: Float[Array, "*rows d"],
+    up_kernel: Float[Array, "d f"],
+    up_bias: Float[Array, " f"],
+    down_kernel: Float[Array, "f d"],
+    down_bias: Float[Array, " d"],
+    approximate: bool,
+) -> Float[Array, "*rows d"]:
+    """Returns `gelu(x @ up + b) @ down + c`; only the input of the GELU is kept."""
+    return linear(gelu(linear(x, up_kernel, up_bias), approximate), down_kernel, down_bias)
+
+
+def _feed_forward_forward(x, up_kernel, up_bias, down_kernel, down_bias, approximate):
+    before = linear(x, up_kernel, up_bias)
+    out = linear(gelu(before, approximate), down_kernel, down_bias)
+    return out, (x, before, up_kernel, down_kernel)
+
+
+def _feed_forward_backward(approximate, saved, g):
+    x, before, up_kernel, down_kernel = saved
+    after, pull = jax.vjp(lambda before: gelu(before, approximate), before)
+    g_after = g @ down_kernel.astype(g.dtype).T
+    (g_before,) = pull(g_after)
+    return (
+        g_before @ up_kernel.astype(g.dtype).T,
+        kernel_gradient(x, g_before),
+        column_sum(g_before),
+        kernel_gradient(after, g),
+        column_sum(g),
+    )
+
+
+feed_forward.defvjp(_feed_forward_forward, _feed_forward_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -108,29 +182,55 @@ def _gelu_backward(approximate, x, g):
 gelu.defvjp(_gelu_forward, _gelu_backward)
 
 
-@jax.custom_vjp
-def masked_softmax(
-    scores: Float[Array, "b n t s"], mask: Bool[Array, "b 1 t s"]
-) -> Float[Array, "b n t s"]:
-    """Softmax over the keys where `mask` is True, in float32.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5))
+def attend(
+    mix: Callable[..., Float[Array, "b t n h"]],
+    scores: Float[Array, "b n t s"],
+    mask: Bool[Array, "b 1 t s"],
+    values: Any,
+    dropout_keys: UInt32[Array, " b"] | None,
+    rate: float,
+) -> tuple[Float[Array, "b t n h"], Float[Array, "b n t s"]]:
+    """Softmax over the keys where `mask` is True, dropout, and the weighted sum of values.
 
-    A query with no key gives equal weights rather than NaN; nothing reads them.
+    A query with no key gives equal weights rather than NaN; nothing may read them. Only the
+    weights before dropout are kept for the backward pass.
+
+    Args:
+        mix: `(weights, values) -> z`, linear in each.
+        scores: scaled scores.
+        mask: where a query may attend to a key.
+        values: what `mix` takes.
+        dropout_keys: one for each row, or None.
+        rate: dropout of the weights.
+
+    Returns:
+        `mix(dropout(weights), values)`, and the weights before dropout in float32.
     """
-    return jax.nn.softmax(jnp.where(mask, scores.astype(jnp.float32), MASKED_SCORE), axis=-1)
+    return _attend_forward(mix, scores, mask, values, dropout_keys, rate)[0]
 
 
-def _masked_softmax_forward(scores, mask):
-    probs = masked_softmax(scores, mask)
-    return probs, (probs, mask, jnp.zeros((0,), scores.dtype))
+def _attend_forward(mix, scores, mask, values, dropout_keys, rate):
+    scores32 = jnp.where(mask, scores.astype(jnp.float32), MASKED_SCORE)
+    probs = jax.nn.softmax(scores32, axis=-1)
+    z = mix(dropout(probs, dropout_keys, rate).astype(scores.dtype), values)
+    kept = probs.astype(scores.dtype)
+    return (z, probs), (kept, values, dropout_keys)
 
 
-def _masked_softmax_backward(saved, g):
-    probs, mask, like = saved
-    g_scores = probs * (g - (g * probs).sum(-1, keepdims=True))
-    return jnp.where(mask, g_scores, 0).astype(like.dtype), None
+def _attend_backward(mix, rate, saved, g):
+    kept, values, dropout_keys = saved
+    g_z, g_probs = g
+    probs = kept.astype(jnp.float32)
+    dropped = dropout(probs, dropout_keys, rate).astype(kept.dtype)
+    g_dropped, g_values = jax.vjp(mix, dropped, values)[1](g_z)
+    g_probs += dropout(g_dropped.astype(jnp.float32), dropout_keys, rate)
+    # Weights are exactly 0 where the mask is False, and so is the gradient there.
+    g_scores = probs * (g_probs - (g_probs * probs).sum(-1, keepdims=True))
+    return g_scores.astype(kept.dtype), None, g_values, None
 
 
-masked_softmax.defvjp(_masked_softmax_forward, _masked_softmax_backward)
+attend.defvjp(_attend_forward, _attend_backward)
 
 
 def row_keys(seed: UInt32[Array, ""], step: UInt32[Array, ""], rows: UInt32[Array, " b"]):
