@@ -44,6 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="train: number of pieces, five special ones included (default: 32000)",
     )
+    parser.add_argument(
+        "--character-coverage",
+        type=float,
+        default=0.9995,
+        metavar="SHARE",
+        help="train: share of the text's characters that get pieces; rarer ones are unknown "
+        "(default: 0.9995)",
+    )
     add_source_arguments(parser)
 
 
@@ -73,7 +81,10 @@ def _train(args: argparse.Namespace):  # type: ignore[no-untyped-def]
     begin = time.monotonic()
     print(f"training {args.model} on {', '.join(source.spec for source in sources)}", flush=True)
     tokenizer, report = train_sentencepiece(
-        _documents(sources), vocab_size=args.vocab_size, model=args.model
+        _documents(sources),
+        vocab_size=args.vocab_size,
+        model=args.model,
+        character_coverage=args.character_coverage,
     )
     print(
         f"{report.lines:,} lines, of which {report.split_lines:,} were split for their length; "

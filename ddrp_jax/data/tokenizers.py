@@ -172,14 +172,14 @@ class PublishedTokenizer(Tokenizer):
     """A WordPiece, byte-level BPE or other tokenizer as the `tokenizers` library describes it."""
 
     def __init__(
-        self, description: str, names: dict[str, str], inputs: list[str], source: str = "the file"
+        self, description: str, names: dict[str, str], inputs: list[str] | None, source: str
     ):
         """Loads the text of a `tokenizer.json`.
 
         Args:
             description: the JSON text.
             names: spellings of special tokens, by role ("cls_token", ...), where they are known.
-            inputs: what models of this kind take ("input_ids", "token_type_ids", ...).
+            inputs: what the model takes ("input_ids", "token_type_ids", ...), where it is known.
             source: how errors call it.
 
         Raises:
@@ -192,7 +192,7 @@ class PublishedTokenizer(Tokenizer):
             self._backend = Backend.from_str(description)
         except Exception as error:  # the library raises bare Exception
             raise DdrpError(f"{source}: not a tokenizer.json: {error}") from error
-        self._description, self._names, self._inputs = description, names, inputs
+        self._description, self._names = description, names
         # A published file may carry the settings of a fine-tuning run; a corpus is never cut.
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -200,6 +200,8 @@ class PublishedTokenizer(Tokenizer):
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         special = _find_roles(vocabulary, names, source)
         self.kind = _published_kind(json.loads(description), source)
+        types = ["token_type_ids"] if self.kind == "wordpiece" else []
+        self._inputs = inputs or ["input_ids", *types, "attention_mask"]
         self.vocab_size = max(vocabulary.values()) + 1
         self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = (
             vocabulary[special[role]] for role in ROLES
@@ -281,11 +283,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             f"{TOKENIZER_JSON}, vocab.txt, or vocab.json and merges.txt; "
             "train one with 'ddrp tokenizer train'"
         )
-    inputs = settings.get("model_input_names")
-    if inputs is None:
-        is_wordpiece = json.loads(description)["model"].get("type") == "WordPiece"
-        inputs = ["input_ids", *(["token_type_ids"] if is_wordpiece else []), "attention_mask"]
-    return PublishedTokenizer(description, names, inputs, str(source))
+    return PublishedTokenizer(description, names, settings.get("model_input_names"), str(source))
 
 
 def _describe_wordpiece(path: Path, settings: dict[str, Any]) -> str:

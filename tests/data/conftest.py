@@ -1,0 +1,82 @@
+"""Small real tokenizers of every kind, and records made with them."""
+
+import json
+
+import pytest
+
+from ddrp_jax.data.preparation import prepare_records
+from ddrp_jax.data.sentencepiece_training import train_sentencepiece
+from ddrp_jax.data.sources import Source
+from ddrp_jax.data.tokenizers import load_tokenizer
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+TEXT = (
+    "The quick brown fox jumps over the lazy dog, and the dog doesn't mind. "
+    "A hello to the world: unaffable people say hello, worldly people wave."
+)
+
+
+@pytest.fixture(scope="session")
+def demo_documents():
+    pytest.importorskip("dictionary", reason="needs the extra 'demo'")
+    return list(Source("demo").documents())
+
+
+@pytest.fixture(scope="session")
+def unigram(demo_documents):
+    return train_sentencepiece(demo_documents[::20], vocab_size=1000, model="unigram")[0]
+
+
+@pytest.fixture(scope="session")
+def bpe(demo_documents):
+    return train_sentencepiece(demo_documents[::20], vocab_size=1000, model="bpe")[0]
+
+
+@pytest.fixture(scope="session")
+def wordpiece_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wordpiece")
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    words = ["un", "the", "quick", "brown", "fox", "dog", "hello", "world", "people", "mask", "cls"]
+    pieces = ["##aff", "##able", "##ly", *(f"##{letter}" for letter in letters)]
+    vocabulary = [*SPECIAL, *letters, *words, *pieces, *"[]<>/.,:'\u2028\x85"]
+    (folder / "vocab.txt").write_bytes("\n".join([*vocabulary, ""]).encode())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def byte_bpe_folder(tmp_path_factory):
+    from tokenizers import ByteLevelBPETokenizer
+
+    folder = tmp_path_factory.mktemp("byte_bpe")
+    backend = ByteLevelBPETokenizer()
+    backend.train_from_iterator(
+        [TEXT] * 50, vocab_size=400, special_tokens=["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    )
+    backend.save_model(str(folder))
+    assert (folder / "vocab.json").exists()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def wordpiece(wordpiece_folder):
+    return load_tokenizer(wordpiece_folder)
+
+
+@pytest.fixture(scope="session")
+def byte_bpe(byte_bpe_folder):
+    return load_tokenizer(byte_bpe_folder)
+
+
+@pytest.fixture(scope="session", params=["unigram", "bpe", "wordpiece", "byte_bpe"])
+def tokenizer(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="session")
+def demo_records(demo_documents, bpe, tmp_path_factory):
+    """Records of a tenth of the demo corpus, with a held-out split, in several shards."""
+    folder = tmp_path_factory.mktemp("demo_records")
+    lines = [json.dumps({"text": document}) for document in demo_documents[::10]]
+    (folder / "corpus.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    source = Source(f"jsonl:{folder / 'corpus.jsonl'}")
+    return prepare_records([source], bpe, folder / "records", holdout=0.05, shard_tokens=200_000)
