@@ -29,7 +29,8 @@ _SUFFIXES = {
 # Words of a demo document: a few rows of 128 tokens, so that rows are mostly whole stretches of
 # text and not glued entries, yet thousands of documents to hold some out from.
 _DEMO_DOCUMENT_WORDS = 250
-_DEMO_TAG = re.compile(r"\[[^\[\]]*(?:Webster|Suppl|PJC|WordNet)[^\[\]]*\]")
+# The dictionary's notes on where an entry is from; many have lost their opening bracket.
+_DEMO_TAG = re.compile(r"\[?(?:1913 Webster|Webster 1913 Suppl\.|WordNet 1\.5|PJC)(?: \+PJC)?\]")
 
 
 @dataclasses.dataclass(frozen=True)

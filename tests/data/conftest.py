@@ -24,12 +24,19 @@ def demo_documents():
 
 @pytest.fixture(scope="session")
 def unigram(demo_documents):
-    return train_sentencepiece(demo_documents[::20], vocab_size=1000, model="unigram")[0]
+    return _trained(demo_documents, "unigram")
 
 
 @pytest.fixture(scope="session")
 def bpe(demo_documents):
-    return train_sentencepiece(demo_documents[::20], vocab_size=1000, model="bpe")[0]
+    return _trained(demo_documents, "bpe")
+
+
+def _trained(documents, model):
+    # Full coverage: tests tell documents apart by their digits, which are rare here.
+    return train_sentencepiece(
+        documents[::20], vocab_size=1000, model=model, character_coverage=1.0
+    )[0]
 
 
 @pytest.fixture(scope="session")
