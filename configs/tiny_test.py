@@ -1,7 +1,7 @@
-"""A model that trains in seconds, for tests and for a first look at a run's folder.
+r"""A model that trains in seconds, for tests and for a first look at a run's folder.
 
-    ddrp tokenizer --train corpus.txt --vocab-size 256 --output runs/tiny-tokenizer
-    ddrp prepare --input corpus.txt --tokenizer runs/tiny-tokenizer --holdout 5% \
+    ddrp tokenizer train --input text:corpus.txt --vocab-size 256 --output runs/tiny-tokenizer
+    ddrp prepare --input text:corpus.txt --tokenizer runs/tiny-tokenizer --holdout 5% \
         --output runs/tiny-records
     ddrp pretrain --config configs/tiny_test.py --workdir runs/tiny
     ddrp pretrain --config configs/tiny_test.py:two_stages --workdir runs/tiny-stages

@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"--rows={args.rows}: expected at least 0")
 
     from ddrp_jax.data.records import check_records, open_records
-    from ddrp_jax.training import checkpoint, loop
+    from ddrp_jax.training import checkpoint
+    from ddrp_jax.training.evaluation import evaluate, held_out_batches
     from ddrp_jax.training.pretrained import load_pretrained
     from ddrp_jax.training.step import build_training
 
@@ -63,8 +64,8 @@ def run(args: argparse.Namespace) -> None:
     train = dataclasses.replace(config.train, eval_rows=args.rows, eval_batch_size=0)
     config = dataclasses.replace(config, stages=(stage,), train=train)
     training = build_training(config, 0, pretrained.mesh)
-    batches = loop.held_out_batches(records, tokenizer, config, 0, split=args.split)
-    values = loop.evaluate(
+    batches = held_out_batches(records, tokenizer, config, 0, split=args.split)
+    values = evaluate(
         training.evaluate, config.objective, pretrained.params, batches, training.batch_sharding
     )
     result = {

@@ -64,7 +64,10 @@ def run(args: argparse.Namespace) -> None:
         print(
             aligned(
                 [
-                    (f"{share:.4f}", tokenizer.decode([token]).strip() or "''")
+                    (
+                        f"{share:.4f}",
+                        tokenizer.decode([token]).strip() or tokenizer.id_to_token(token),
+                    )
                     for share, token in zip(shares.tolist(), tokens.tolist(), strict=True)
                 ]
             )

@@ -94,7 +94,10 @@ def _records(folder: Path) -> tuple[dict[str, Any], str]:
         ("records", str(folder)),
         ("size on disk", readable_size(result["bytes"])),
         ("tokenizer", _describe_tokenizer(result["tokenizer"])),
-        *(("source", str(source)) for source in records.index["sources"]),
+        *(
+            ("source", f"{source['spec']}, {source['documents']:,} documents")
+            for source in records.index["sources"]
+        ),
     ]
     table = [("split", "documents", "tokens", "text", "unigram entropy")] + [
         (

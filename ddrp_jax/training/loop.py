@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,22 +19,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orjson
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from ddrp_jax.config import Config, ObjectiveConfig, StageConfig, as_dict
+from ddrp_jax.config import Config, StageConfig, as_dict
 from ddrp_jax.data import pipeline
 from ddrp_jax.data.masking import Masker
 from ddrp_jax.data.records import Records, check_records, open_records
 from ddrp_jax.data.tokenizers import Tokenizer, load_tokenizer
 from ddrp_jax.errors import DdrpError, UsageError
 from ddrp_jax.training import checkpoint, metrics, resume, sharding
+from ddrp_jax.training.evaluation import HELD_OUT, evaluate, held_out_batches, mean, put
 from ddrp_jax.training.preemption import StopSignal
 from ddrp_jax.training.state import TrainState
 from ddrp_jax.training.step import Training, build_training
-
-HELD_OUT = "heldout"
-# Held-out rows are masked with this seed in every run, so that runs can be compared.
-MASK_SEED = 0
 
 
 def pretrain(config: Config, workdir: Path, *, init: Path | None = None) -> int:
@@ -61,6 +58,7 @@ def pretrain(config: Config, workdir: Path, *, init: Path | None = None) -> int:
         check_records(records, tokenizer.fingerprint, config.model.vocab_size)
     mesh = sharding.make_mesh(config.mesh)
     _check_stages(config, tokenizer, mesh)
+    metrics.check_wandb(config.train.wandb)
     is_fresh = not checkpoint.has_checkpoints(workdir / "checkpoints")
     # Before anything is written: a wrong --init leaves no folder behind.
     init_params = _init_params(init, config, corpora[0], mesh) if init and is_fresh else None
@@ -117,54 +115,6 @@ def check_tokenizer(records: Records, path: Path) -> None:
         )
 
 
-def evaluate(
-    function: Callable[[Any, dict[str, jax.Array]], Mapping[str, Any]],
-    objective: ObjectiveConfig,
-    params: Any,
-    batches: Iterable[Mapping[str, np.ndarray]],
-    where: NamedSharding,
-) -> dict[str, Any]:
-    """Measures a model on batches; means are over all of their tokens.
-
-    Args:
-        function: `Training.evaluate`.
-        objective: weights of the loss.
-        params: the model's.
-        batches: held-out rows.
-        where: sharding of a batch.
-
-    Returns:
-        Losses, accuracy and similarities by name; NaN where there was nothing to measure.
-    """
-    totals: dict[str, np.ndarray] = {}
-    for batch in batches:
-        sums = jax.device_get(function(params, put(batch, where)))
-        for name, pair in sums.items():
-            total = np.asarray(pair, np.float64)
-            totals[name] = totals[name] + total if name in totals else total
-    means = {name: _mean(total) for name, total in totals.items()}
-    if means:
-        heads = means["head_cosine_by_layer"]
-        by_term = {
-            "token": (objective.token_weight, means["token_cosine"]),
-            "head": (
-                objective.head_weight,
-                heads[-1] if objective.head_layers == "last" else means["head_cosine"],
-            ),
-        }
-        means["loss"] = means["mlm_loss"] + sum(w * cosine for w, cosine in by_term.values() if w)
-    return means
-
-
-def put(batch: Mapping[str, np.ndarray], where: NamedSharding) -> dict[str, jax.Array]:
-    """Places this process's rows of a batch on its devices."""
-    return {
-        name: jax.make_array_from_process_local_data(where, value)
-        for name, value in batch.items()
-        if name != "row"
-    }
-
-
 def _first_state(
     training: Training, config: Config, found: Path | None, init_params: Any
 ) -> TrainState:
@@ -205,12 +155,6 @@ def _write_json(path: Path, data: Any) -> None:
     staging = path.with_name(f"{path.name}.tmp")
     staging.write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
     staging.replace(path)
-
-
-def _mean(pair: Any) -> Any:
-    total, weight = np.asarray(pair, np.float64)
-    nothing = np.full_like(total, np.nan)
-    return np.divide(total, weight, out=nothing, where=weight > 0).tolist()
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -403,7 +347,7 @@ class _Run:
             return
         values = {k: v.item() for k, v in jax.device_get(step.values).items() if k != "finite"}
         pairs = jax.device_get(step.similarities)
-        values = {name: _mean(pair) for name, pair in pairs.items()} | values
+        values = {name: mean(pair) for name, pair in pairs.items()} | values
         seconds = self.chrono.seconds
         tokens, training_seconds = self.logged
         self.logged = step.tokens_seen, seconds["training"]
@@ -485,27 +429,3 @@ class _Run:
         self.compiled.add(function)
         with self.chrono.spend("compiling"):
             return jax.block_until_ready(function(*arguments))
-
-
-def held_out_batches(
-    records: Records,
-    tokenizer: Tokenizer,
-    config: Config,
-    stage_index: int,
-    *,
-    split: str = HELD_OUT,
-) -> Any:
-    """Returns the rows on which a stage is measured, with masks that never change."""
-    stage = config.stages[stage_index]
-    return pipeline.eval_batches(
-        records,
-        tokenizer,
-        split=split,
-        length=stage.length,
-        batch_size=config.train.eval_batch_size or stage.batch_size,
-        masking=config.masking,
-        seed=MASK_SEED,
-        max_rows=config.train.eval_rows,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
-    )

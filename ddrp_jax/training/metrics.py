@@ -7,6 +7,7 @@ is cut back to the checkpoint, so no step appears twice.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 import os
 import sys
@@ -81,6 +82,15 @@ def cut_back(workdir: Path, step: int) -> None:
     staging.replace(path)
 
 
+def check_wandb(project: str) -> None:
+    """Raises UsageError where a wandb project is named and wandb is not installed."""
+    if project and importlib.util.find_spec("wandb") is None:
+        raise UsageError(
+            f"config.train.wandb={project!r}: wandb is not installed; run "
+            "pip install 'ddrp-jax[wandb]'"
+        )
+
+
 class MetricsWriter:
     """Writes events of one run; opens what `config.train` asks for.
 
@@ -88,11 +98,8 @@ class MetricsWriter:
         workdir: the run's folder.
         first_step: the step that the run starts or resumes from.
         tensorboard: whether to write TensorBoard events to `workdir/tensorboard`.
-        wandb: a wandb project, or "".
+        wandb: a wandb project (`check_wandb` has seen it), or "".
         config: plain JSON data, shown by wandb.
-
-    Raises:
-        UsageError: wandb is asked for and not installed.
     """
 
     def __init__(
@@ -228,13 +235,8 @@ class Progress:
 
 
 def _start_wandb(project: str, workdir: Path, config: Mapping[str, Any]) -> Any:
-    try:
-        import wandb
-    except ImportError:
-        raise UsageError(
-            f"config.train.wandb={project!r}: wandb is not installed; run "
-            "pip install 'ddrp-jax[wandb]'"
-        ) from None
+    import wandb
+
     # One run folder is one wandb run, through every resume.
     identity = workdir / "wandb_run"
     if not identity.exists():

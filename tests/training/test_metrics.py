@@ -1,5 +1,6 @@
 """Where a run's numbers go."""
 
+import importlib.util
 import json
 import math
 import signal
@@ -99,17 +100,12 @@ def test_tensorboard_events_hold_the_same_numbers(tmp_path):
     assert seen == [(3, "heldout/mlm_loss", 1.5)]
 
 
-def test_wandb_is_asked_for_with_the_line_that_installs_it(tmp_path):
-    if _installed("wandb"):
+def test_wandb_is_asked_for_with_the_line_that_installs_it():
+    if importlib.util.find_spec("wandb") is not None:
         pytest.skip("wandb is installed here")
+    metrics.check_wandb("")
     with pytest.raises(UsageError, match=r"pip install 'ddrp-jax\[wandb\]'"):
-        open_writer(tmp_path, wandb="project")
-
-
-def _installed(name):
-    import importlib.util
-
-    return importlib.util.find_spec(name) is not None
+        metrics.check_wandb("project")
 
 
 def test_time_is_booked_to_the_innermost_category():

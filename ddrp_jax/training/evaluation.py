@@ -1,0 +1,99 @@
+"""Measuring a model on rows that it is not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from ddrp_jax.config import Config, ObjectiveConfig
+from ddrp_jax.data import pipeline
+from ddrp_jax.data.records import Records
+from ddrp_jax.data.tokenizers import Tokenizer
+
+HELD_OUT = "heldout"
+# Rows are packed and masked with this seed in every run, so that runs can be compared.
+MASK_SEED = 0
+
+
+def held_out_batches(
+    records: Records,
+    tokenizer: Tokenizer,
+    config: Config,
+    stage_index: int,
+    *,
+    split: str = HELD_OUT,
+) -> Any:
+    """Returns the rows on which a stage is measured, with masks that never change."""
+    stage = config.stages[stage_index]
+    return pipeline.eval_batches(
+        records,
+        tokenizer,
+        split=split,
+        length=stage.length,
+        batch_size=config.train.eval_batch_size or stage.batch_size,
+        masking=config.masking,
+        seed=MASK_SEED,
+        max_rows=config.train.eval_rows,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
+
+
+def evaluate(
+    function: Callable[[Any, dict[str, jax.Array]], Mapping[str, Any]],
+    objective: ObjectiveConfig,
+    params: Any,
+    batches: Iterable[Mapping[str, np.ndarray]],
+    where: NamedSharding,
+) -> dict[str, Any]:
+    """Measures a model on batches; means are over all of their tokens.
+
+    Args:
+        function: `Training.evaluate`.
+        objective: weights of the loss.
+        params: the model's.
+        batches: held-out rows.
+        where: sharding of a batch.
+
+    Returns:
+        Losses, accuracy and similarities by name; NaN where there was nothing to measure.
+    """
+    totals: dict[str, np.ndarray] = {}
+    for batch in batches:
+        sums = jax.device_get(function(params, put(batch, where)))
+        for name, pair in sums.items():
+            total = np.asarray(pair, np.float64)
+            totals[name] = totals[name] + total if name in totals else total
+    means = {name: mean(total) for name, total in totals.items()}
+    if means:
+        heads = means["head_cosine"]
+        if objective.head_layers == "last":
+            heads = means["head_cosine_by_layer"][-1]
+        means["loss"] = means["mlm_loss"]
+        for weight, cosine in (
+            (objective.token_weight, means["token_cosine"]),
+            (objective.head_weight, heads),
+        ):
+            # 0 * NaN would spoil the loss of rows that have nothing to compare.
+            means["loss"] += weight * cosine if weight else 0.0
+    return means
+
+
+def put(batch: Mapping[str, np.ndarray], where: NamedSharding) -> dict[str, jax.Array]:
+    """Places this process's rows of a batch on its devices."""
+    return {
+        name: jax.make_array_from_process_local_data(where, value)
+        for name, value in batch.items()
+        if name != "row"
+    }
+
+
+def mean(pair: Any) -> Any:
+    """Returns sum / weight of one pair or of a list of them; NaN where the weight is 0."""
+    total, weight = np.asarray(pair, np.float64)
+    nothing = np.full_like(total, np.nan)
+    return np.divide(total, weight, out=nothing, where=weight > 0).tolist()
