@@ -83,7 +83,7 @@ class Masker:
         bits = random_bits(*coordinates)
         scores = random_bits(bits, _CHOICE)
         if self.config.whole_word:
-            chosen = self._choose_words(scores, input_ids, segment_ids, maskable, budgets)
+            chosen = self._choose_words(scores, input_ids, maskable, budgets)
         else:
             chosen = _choose_tokens(scores, maskable, budgets)
 
@@ -118,14 +118,12 @@ class Masker:
         self,
         scores: np.ndarray,
         input_ids: np.ndarray,
-        segment_ids: np.ndarray,
         maskable: np.ndarray,
         budgets: np.ndarray,
     ) -> np.ndarray:
         begins = self._word_starts[input_ids]
-        # What stands before a word within its segment and is part of one is maskable.
-        begins[:, 0] = True
-        begins[:, 1:] |= ~maskable[:, :-1] | (segment_ids[:, 1:] != segment_ids[:, :-1])
+        # A segment's CLS stands before its first word, so no word runs on from the last segment.
+        begins[:, 1:] |= ~maskable[:, :-1]
         begins &= maskable
         words = np.cumsum(begins, axis=1) - 1  # [B, T] number of each token's word in its row
         num_words = int(begins.sum(axis=1).max(initial=0))

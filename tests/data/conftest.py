@@ -1,6 +1,8 @@
 """Small real tokenizers of every kind, and records made with them."""
 
 import json
+import time
+from pathlib import Path
 
 import pytest
 
@@ -87,3 +89,43 @@ def demo_records(demo_documents, bpe, tmp_path_factory):
     (folder / "corpus.jsonl").write_text("\n".join(lines), encoding="utf-8")
     source = Source(f"jsonl:{folder / 'corpus.jsonl'}")
     return prepare_records([source], bpe, folder / "records", holdout=0.05, shard_tokens=200_000)
+
+
+@pytest.fixture
+def children_of():
+    """Gives a function from a process id to the ids of the processes it started."""
+    if not Path("/proc/self/task").is_dir():
+        pytest.skip("needs Linux's /proc")
+
+    def children(pid):
+        files = Path(f"/proc/{pid}/task").glob("*/children")
+        return [int(child) for file in files for child in file.read_text().split()]
+
+    return children
+
+
+@pytest.fixture
+def wait_for():
+    """Gives a function that waits until a condition holds, and tells whether it came to."""
+
+    def wait(condition, seconds=60):
+        deadline = time.monotonic() + seconds
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return condition()
+
+    return wait
+
+
+def is_running(pid):
+    """Whether a process runs; one that only waits to be collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.fixture
+def all_ended(wait_for):
+    """Gives a function that waits for processes to end, and tells whether they did."""
+    return lambda pids: wait_for(lambda: not any(map(is_running, pids)), 20)

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -217,13 +216,9 @@ def test_a_folder_with_other_files_is_never_replaced(bpe, tmp_path):
     assert (tmp_path / "out" / "thesis.tex").read_text() == "dear"
 
 
-def _children(pid):
-    path = f"/proc/{pid}/task/{pid}/children"
-    return [int(child) for child in open(path).read().split()] if os.path.exists(path) else []
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="needs Linux's /proc")
-def test_a_killed_run_leaves_nothing_that_looks_finished(bpe, tmp_path):
+def test_a_killed_run_leaves_nothing_that_looks_finished(
+    bpe, tmp_path, children_of, wait_for, all_ended
+):
     bpe.save(tmp_path / "tokenizer")
     fifo = tmp_path / "corpus.txt"
     os.mkfifo(fifo)
@@ -243,22 +238,16 @@ def test_a_killed_run_leaves_nothing_that_looks_finished(bpe, tmp_path):
         corpus.write("some words of text\n\n" * 200_000)
         corpus.flush()
         shard = tmp_path / "out.partial" / "train" / "tokens-00000.bin"
-        deadline = time.monotonic() + 60
-        while not (shard.exists() and shard.stat().st_size) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert shard.stat().st_size
-        children = _children(process.pid)
+        has_tokens = wait_for(lambda: shard.exists() and shard.stat().st_size)
+        children = children_of(process.pid)
         process.send_signal(signal.SIGKILL)
         process.wait()
+    assert has_tokens
     assert not (tmp_path / "out").exists()
     with pytest.raises(UsageError, match=r"no index\.json"):
         open_records(tmp_path / "out.partial")
-    # Its workers notice.
     assert len(children) >= 2
-    deadline = time.monotonic() + 20
-    while any(os.path.exists(f"/proc/{c}") for c in children) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(os.path.exists(f"/proc/{child}") for child in children)
+    assert all_ended(children), "its workers are to notice"
     # The next run clears what is left.
     prepare_records([text_source(tmp_path, ["one"], "one.txt")], bpe, tmp_path / "out")
     assert not (tmp_path / "out.partial").exists()
