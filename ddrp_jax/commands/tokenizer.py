@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ddrp_jax.commands.source_arguments import add_source_arguments, sources_from
+from ddrp_jax.data.sentencepiece_training import MAX_SENTENCES
 from ddrp_jax.data.sources import Source
 from ddrp_jax.errors import UsageError
 
@@ -52,6 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="train: share of the text's characters that get pieces; rarer ones are unknown "
         "(default: 0.9995)",
     )
+    parser.add_argument(
+        "--max-sentences",
+        type=int,
+        default=MAX_SENTENCES,
+        metavar="N",
+        help=f"train: learn from a random sample of this many (default: {MAX_SENTENCES})",
+    )
     add_source_arguments(parser)
 
 
@@ -85,6 +93,7 @@ def _train(args: argparse.Namespace):  # type: ignore[no-untyped-def]
         vocab_size=args.vocab_size,
         model=args.model,
         character_coverage=args.character_coverage,
+        max_sentences=args.max_sentences,
     )
     print(
         f"{report.lines:,} lines, of which {report.split_lines:,} were split for their length; "
