@@ -296,6 +296,6 @@ def _field_texts(rows: Iterable[dict[str, Any]], source: Source, place: str) -> 
 
 def _raise_no_field(field: str, names: list[str], place: str) -> None:
     raise DdrpError(
-        f"{place}: no field {field!r}{nearest(field, names)} It has {', '.join(names)}; "
+        f"{place}: no field {field!r}{nearest(field, names) or '.'} It has {', '.join(names)}; "
         "name one with --text-field"
     )
