@@ -1,6 +1,7 @@
 """Output folders that appear whole or not at all."""
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -28,14 +29,16 @@ def whole_folder(output: Path, *, marker: str, overwrite: bool) -> Iterator[Path
     """
     check_replaceable(output, marker=marker, overwrite=overwrite)
     working = output.with_name(output.name + ".partial")
+    shutil.rmtree(working, ignore_errors=True)
     try:
-        shutil.rmtree(working, ignore_errors=True)
-        working.mkdir(parents=True)
-        yield working
-        _sync(working)
-        _replace(working, output)
-    except OSError as error:
-        raise DdrpError(f"cannot write {output}: {error.strerror or error}") from error
+        with _reporting(output):
+            working.mkdir(parents=True)
+        # Other failures in the block are those of what it reads.
+        with _reporting(output, only=(errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
+            yield working
+        with _reporting(output):
+            _sync(working)
+            _replace(working, output)
     finally:
         shutil.rmtree(working, ignore_errors=True)
 
@@ -55,6 +58,16 @@ def check_replaceable(output: Path, *, marker: str, overwrite: bool) -> None:
         )
     if not overwrite:
         raise UsageError(f"{output}: already finished; pass --overwrite to replace it")
+
+
+@contextlib.contextmanager
+def _reporting(output: Path, only: tuple[int, ...] = ()) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if only and error.errno not in only:
+            raise
+        raise DdrpError(f"cannot write {output}: {error.strerror}") from error
 
 
 def _sync(folder: Path) -> None:

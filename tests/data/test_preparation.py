@@ -216,6 +216,31 @@ def test_a_folder_with_other_files_is_never_replaced(bpe, tmp_path):
     assert (tmp_path / "out" / "thesis.tex").read_text() == "dear"
 
 
+def test_a_full_disk_is_an_error_and_leaves_nothing(bpe, tmp_path):
+    # A limit on the size of files stands in for the disk's.
+    bpe.save(tmp_path / "tokenizer")
+    source = text_source(tmp_path, ["some words of text"] * 100_000)
+    script = (
+        "import resource, signal\n"
+        "from ddrp_jax.data.preparation import prepare_records\n"
+        "from ddrp_jax.data.sources import Source\n"
+        "from ddrp_jax.data.tokenizers import load_tokenizer\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))\n"
+        f"tokenizer = load_tokenizer({str(tmp_path / 'tokenizer')!r})\n"
+        f"prepare_records([Source({source.spec!r})], tokenizer, {str(tmp_path / 'out')!r})\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert f"DdrpError: cannot write {tmp_path / 'out'}: File too large" in result.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus.txt", "tokenizer"]
+
+
+def test_an_output_below_a_file_is_an_error(bpe, tmp_path):
+    source = text_source(tmp_path, ["one"])
+    with pytest.raises(DdrpError, match=r"cannot write.*Not a directory"):
+        prepare_records([source], bpe, tmp_path / "corpus.txt" / "out")
+
+
 def test_a_killed_run_leaves_nothing_that_looks_finished(
     bpe, tmp_path, children_of, wait_for, all_ended
 ):
