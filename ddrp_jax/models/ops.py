@@ -263,7 +263,7 @@ def dropout(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _dropout(x, keys, rate):
-    return x * _keep(keys, x.shape, rate).astype(x.dtype)
+    return _scaled(x, keys, rate)
 
 
 def _dropout_forward(x, keys, rate):
@@ -271,10 +271,15 @@ def _dropout_forward(x, keys, rate):
 
 
 def _dropout_backward(rate, keys, g):
-    return g * _keep(keys, g.shape, rate).astype(g.dtype), None
+    return _scaled(g, keys, rate), None
 
 
 _dropout.defvjp(_dropout_forward, _dropout_backward)
+
+
+def _scaled(x, keys, rate):
+    # In float32: 1/(1 - rate) rounded to bfloat16 would move every mean the same way.
+    return (x.astype(jnp.float32) * _keep(keys, x.shape, rate)).astype(x.dtype)
 
 
 def _keep(keys, shape, rate):

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ddrp_jax.config import PositionConfig
 
@@ -187,7 +187,7 @@ class BucketBias(nnx.Module):
 
 
 def rotate(
-    x_btnh: Float[Array, "b t n h"], positions_bt: Float[Array, "b t"], theta: float
+    x_btnh: Float[Array, "b t n h"], positions_bt: Int[Array, "b t"], theta: float
 ) -> Float[Array, "b t n h"]:
     """Rotates pairs (h, h + H/2) by an angle proportional to the position (rotary embedding)."""
     half = x_btnh.shape[-1] // 2
