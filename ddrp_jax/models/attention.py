@@ -90,7 +90,7 @@ class Attention(nnx.Module):
             scores_bnts += relative_scores(q_btnh, table, config.position.scores)
         if bias is not None:
             scores_bnts += bias.astype(dtype)
-        values = (v_btnh, None)
+        values: tuple[jax.Array, jax.Array | None] = (v_btnh, None)
         if tables is not None and tables.values is not None:
             values = (v_btnh, tables.values().astype(dtype))
         attention_keys = None if dropout_keys is None else ops.fold(dropout_keys, 0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,9 @@ class RelativeTable(nnx.Module):
             value = nnx.initializers.normal(deviation)(rngs.params(), (*heads, rows, head_size))
             return nnx.Param(value, out_sharding=(*axes, None, None), eager_sharding=False)
 
-        self.table = self.distance = self.direction = nnx.data(None)
+        self.table: Any = nnx.data(None)
+        self.distance: Any = nnx.data(None)
+        self.direction: Any = nnx.data(None)
         if config.kind == "shaw":
             self.table = table(2 * config.max_distance + 1, 0.02)
         else:
