@@ -19,16 +19,20 @@ child runs walks sings reads book table tree root leaf bird song field rain snow
 """
 
 
-def environment() -> dict[str, str]:
-    """The environment of a `ddrp` process: one CPU device, and compilations kept between them."""
+def environment(devices: int = 1) -> dict[str, str]:
+    """The environment of a `ddrp` process: CPU devices, and compilations kept between them."""
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(
         Path(tempfile.gettempdir()) / "ddrp-tests-compiled"
     )
-    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
+    variables = {name: value for name, value in os.environ.items() if name != "NPROC"} | {
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": cache,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }
+    # Threads of XLA's CPU client. A collective blocks one for each device, and several collectives
+    # of a step run at once: with one thread a device they can wait for each other for ever.
+    return variables if devices == 1 else variables | {"NPROC": str(8 * devices)}
 
 
 def ddrp(*arguments, **options) -> subprocess.CompletedProcess:

@@ -194,6 +194,26 @@ def test_a_damaged_checkpoint_costs_its_steps_only(arguments, uninterrupted, cop
     assert_same_run(copy, uninterrupted)
 
 
+def test_a_run_goes_on_with_another_number_of_devices(arguments, uninterrupted, copy):
+    for step in (35, 40):
+        shutil.rmtree(copy / "checkpoints" / str(step))
+    result = subprocess.run(
+        [str(DDRP), *arguments, "--workdir", str(copy)],
+        env=environment(devices=8),
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "resuming from step 30" in result.stderr
+    for event, expected in zip(events(copy), events(uninterrupted), strict=True):
+        assert event.keys() == expected.keys()
+        for name, value in event.items():
+            if name == "split":
+                assert value == expected[name]
+            else:
+                np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
 def test_no_usable_checkpoint_is_never_a_fresh_start(arguments, copy):
     before = (copy / "metrics.jsonl").read_bytes()
     damage_newest(copy)
