@@ -13,6 +13,9 @@ DEVICES = "--xla_force_host_platform_device_count"
 os.environ["JAX_PLATFORMS"] = "cpu"
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
+# Threads of XLA's CPU client. A collective blocks one for each device, and several collectives of a
+# step run at once: with as many threads as devices they can wait for each other for ever.
+os.environ.setdefault("NPROC", "64")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ddrp_jax" / "tests"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_run import CONFIG, ddrp, events
@@ -62,9 +63,9 @@ def test_fill_mask_shows_the_likeliest_tokens(run, copied):
     pretrained = load_pretrained(run)
     tokenizer = pretrained.tokenizer
     text = "the [MASK] of the sea and [MASK] ship"
-    ids = np.array(tokenizer.encode_with_special(text))[None]
+    ids = jnp.array(tokenizer.encode_with_special(text))[None]
     model = pretrained.model()
-    hidden = model.encoder(ids, np.ones_like(ids), np.arange(ids.shape[1])[None]).hidden
+    hidden = model.encoder(ids, jnp.ones_like(ids), jnp.arange(ids.shape[1])[None]).hidden
     # Every position's logits, and a softmax by hand, in double precision.
     logits = np.asarray(model.logits(hidden), np.float64)[0][ids[0] == tokenizer.mask_id]
     assert len(logits) == 2
