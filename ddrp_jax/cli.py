@@ -68,10 +68,12 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            where = f" while writing {error.filename!r}" if error.filename else ""
+            return _fail(prog, f"no space left on the disk{where}; free some and try again", 1)
+        if error.filename is None:
             raise
-        where = f" while writing {error.filename!r}" if error.filename else ""
-        return _fail(prog, f"no space left on the disk{where}; free some and try again", 1)
+        return _fail(prog, f"{error.filename}: {error.strerror}", 1)
 
 
 def _run(command: str, argv: list[str]) -> int | None:

@@ -2,19 +2,11 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from tiny_run import CONFIG, DDRP, ddrp
 
 from ddrp_jax import cli
-
-DDRP = Path(sys.executable).parent / "ddrp"
-
-
-def ddrp(*arguments, **options):
-    return subprocess.run(
-        [str(DDRP), *map(str, arguments)], capture_output=True, text=True, **options
-    )
 
 
 def test_help_lists_every_command_with_its_summary():
@@ -76,6 +68,14 @@ def test_command_help_has_an_example_and_needs_no_jax(command):
     assert result.returncode == 0, result.stderr
     _, _, example = result.stdout.partition("example:\n")
     assert example.strip().startswith(f"ddrp {command}")
+
+
+def test_a_file_where_a_folder_should_be(tiny_records, tmp_path):
+    (tmp_path / "run").write_text("not a folder")
+    records = f"--config.stages[0].records={tiny_records}"
+    result = ddrp("pretrain", "--config", CONFIG, "--workdir", tmp_path / "run", records)
+    assert result.returncode == 1
+    assert result.stderr == f"ddrp pretrain: error: {tmp_path / 'run'}: File exists\n"
 
 
 def test_a_closed_pipe_is_not_a_traceback():

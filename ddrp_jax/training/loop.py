@@ -81,16 +81,20 @@ def pretrain(config: Config, workdir: Path, *, init: Path | None = None) -> int:
             "stage": 0,
             "iterator": None,
         }
+        changes: list[str] = []
         if found is not None:
             progress = checkpoint.read_progress(found)
             check_tokenizer(corpora[0], found)
-            resume.check_resume(checkpoint.read_config(found), config, progress["step"])
+            saved_config = checkpoint.read_config(found)
+            changes = resume.check_resume(saved_config, config, progress["step"])
         _write_json(workdir / "config.json", as_dict(config))
         metrics.cut_back(workdir, progress["step"])
         run = _Run(config, workdir, mesh, corpora, tokenizer, checkpoints, progress)
         with contextlib.closing(run):
             if found is not None:
                 run.screen.say(f"resuming from step {run.step}: {found}")
+                for change in changes:
+                    run.screen.say(change)
             elif init_params is not None:
                 run.screen.say(f"starting from the parameters of {init}")
             return run.train(lambda training: _first_state(training, config, found, init_params))

@@ -7,6 +7,7 @@ is cut back to the checkpoint, so no step appears twice.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import math
 import os
@@ -135,7 +136,9 @@ class MetricsWriter:
             values: numbers, or lists of them; what is not finite becomes null.
         """
         event = {"step": step, "split": split} | {k: _plain(v) for k, v in values.items()}
-        self._file.write(orjson.dumps(event) + b"\n")
+        line = orjson.dumps(event) + b"\n"
+        if self._file.write(line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
         scalars = {
             f"{split}/{name}": value
             for name, value in event.items()
@@ -175,16 +178,13 @@ class Progress:
             from rich import progress
 
             self._bar = progress.Progress(
-                progress.TextColumn("{task.description}"),
-                progress.BarColumn(),
+                progress.BarColumn(bar_width=20),
                 progress.MofNCompleteColumn(),
                 progress.TimeRemainingColumn(),
                 progress.TextColumn("{task.fields[text]}"),
                 console=self._console,
             )
-            self._task = self._bar.add_task(
-                "training", total=total_steps, completed=first_step, text=""
-            )
+            self._task = self._bar.add_task("", total=total_steps, completed=first_step, text="")
             self._bar.start()
 
     def advance(self, step: int) -> None:
@@ -196,19 +196,23 @@ class Progress:
 
     def report(self, step: int, split: str, values: Mapping[str, Any]) -> None:
         """Shows an event that was measured."""
+        labels = {
+            "loss": ("loss", ".4f"),
+            "mlm_loss": ("mlm", ".4f"),
+            "mlm_accuracy": ("accuracy", ".3f"),
+            "token_cosine": ("token cosine", ".3f"),
+            "head_cosine": ("head cosine", ".3f"),
+            "tokens_per_second": ("tokens/s", ",.0f"),
+        }
+        on_bar = self._bar is not None and split == "train"
+        # A bar has the width of a terminal to share with its counts.
+        shown = ("loss", "tokens_per_second") if on_bar else tuple(labels)
         text = "  ".join(
-            f"{label} {values[name]:{form}}"
-            for name, label, form in (
-                ("loss", "loss", ".4f"),
-                ("mlm_loss", "mlm", ".4f"),
-                ("mlm_accuracy", "accuracy", ".3f"),
-                ("token_cosine", "token cosine", ".3f"),
-                ("head_cosine", "head cosine", ".3f"),
-                ("tokens_per_second", "tokens/s", ",.0f"),
-            )
+            f"{labels[name][0]} {values[name]:{labels[name][1]}}"
+            for name in shown
             if name in values
         )
-        if self._bar is not None and split == "train":
+        if on_bar:
             self._bar.update(self._task, completed=step, text=text)
         else:
             self.say(f"step {step}/{self._total}  {split}  {text}{self._time_left(step)}")
@@ -216,7 +220,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Shows a line of text."""
         if self._bar is not None:
-            self._console.print(text, markup=False)
+            self._console.print(text, markup=False, soft_wrap=True)
         else:
             print(text, file=sys.stderr, flush=True)
 

@@ -32,13 +32,16 @@ MAY_CHANGE = (
 )
 
 
-def check_resume(saved: Mapping[str, Any], config: Config, step: int) -> None:
+def check_resume(saved: Mapping[str, Any], config: Config, step: int) -> list[str]:
     """Checks that a run saved at `step` may go on with `config`.
 
     Args:
         saved: the checkpoint's config, as plain data.
         config: the resolved config of the new process.
         step: the checkpoint's step.
+
+    Returns:
+        What has changed, a line for each field.
 
     Raises:
         UsageError: a field differs that may not, or a stage would end before `step`; shows both
@@ -51,12 +54,16 @@ def check_resume(saved: Mapping[str, Any], config: Config, step: int) -> None:
         begin += stage.steps
         if begin <= step and index + 1 < len(before.stages):
             finished.add(f"stages[{index}].steps")
-    problems = [
-        f"config.{path}: {old.get(path, 'absent')!r} in the checkpoint, "
+    changes = {
+        path: f"config.{path}: {old.get(path, 'absent')!r} in the checkpoint, "
         f"{new.get(path, 'absent')!r} asked for"
         for path in sorted(old.keys() | new.keys())
         if old.get(path) != new.get(path)
-        and (re.sub(r"\[\d+\]", "[*]", path) not in MAY_CHANGE or path in finished)
+    }
+    problems = [
+        change
+        for path, change in changes.items()
+        if re.sub(r"\[\d+\]", "[*]", path) not in MAY_CHANGE or path in finished
     ]
     if problems:
         raise UsageError(
@@ -69,6 +76,7 @@ def check_resume(saved: Mapping[str, Any], config: Config, step: int) -> None:
         raise UsageError(
             f"config.stages: {config.total_steps} steps asked for, but the run is at step {step}"
         )
+    return list(changes.values())
 
 
 @contextlib.contextmanager

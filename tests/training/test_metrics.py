@@ -1,11 +1,18 @@
 """Where a run's numbers go."""
 
+import contextlib
+import fcntl
 import importlib.util
 import json
 import math
+import os
+import pty
+import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 
 import numpy as np
@@ -167,3 +174,33 @@ def test_a_signal_asks_for_a_stop_and_a_second_one_ends_it(number, status):
             process.send_signal(number)
         assert process.wait(timeout=30) == (0 if mode == "leave" else -number)
         process.stdout.close()
+
+
+BAR = """
+from ddrp_jax.training import metrics
+progress = metrics.Progress(total_steps=10, first_step=0)
+for step in range(1, 11):
+    progress.advance(step)
+    progress.report(step, "train", {"loss": step / 4, "mlm_loss": 1.0, "tokens_per_second": 1234.0})
+progress.report(10, "heldout", {"mlm_loss": 2.25})
+progress.close()
+"""
+
+
+def test_a_bar_on_a_terminal():
+    terminal, process_end = pty.openpty()
+    fcntl.ioctl(process_end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80"}
+    process = subprocess.Popen([sys.executable, "-c", BAR], stderr=process_end, env=environment)
+    os.close(process_end)
+    shown = b""
+    with contextlib.suppress(OSError):  # how a terminal ends
+        while part := os.read(terminal, 4096):
+            shown += part
+    os.close(terminal)
+    assert process.wait() == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    assert "step 10/10  heldout  mlm 2.2500" in text
+    last = text.strip().splitlines()[-1].split("\r")[-1]
+    assert "10/10" in last
+    assert "loss 2.5000  tokens/s 1,234" in last

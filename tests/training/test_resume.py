@@ -244,6 +244,7 @@ def test_what_may_change_on_resume_does(arguments, copy):
     ]
     result = ddrp(*changed, "--workdir", copy)
     assert result.returncode == 0, result.stderr
+    assert "config.stages[1].steps: 25 in the checkpoint, 28 asked for" in result.stderr
     added = [(event["step"], event["split"]) for event in events(copy) if event["step"] > 40]
     assert added == [(42, "train"), (43, "heldout")]
     assert checkpoint.find_checkpoint(copy).name == "43"
@@ -281,7 +282,7 @@ def two_stages(first=10, second=20, **changes):
 def test_stages_on_resume(step, config, problem):
     saved = as_dict(two_stages())
     if problem is None:
-        resume.check_resume(saved, config, step)
+        assert len(resume.check_resume(saved, config, step)) == 1
     else:
         with pytest.raises(UsageError) as error:
             resume.check_resume(saved, config, step)
