@@ -9,6 +9,7 @@ of the wrong type or out of range an error that names the field. `as_dict` gives
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -113,6 +114,9 @@ class ModelConfig:
             _require(getattr(self, name) >= 0, path, name, getattr(self, name), "at least 0")
         for name in ("dropout", "attention_dropout"):
             _require(0 <= getattr(self, name) < 1, path, name, getattr(self, name), "in [0, 1)")
+        for name in ("norm_epsilon", "initializer_range"):
+            value = getattr(self, name)
+            _require(value > 0, path, name, value, "a positive number")
         _require(
             self.hidden_size % self.num_heads == 0,
             path,
@@ -186,7 +190,7 @@ class ScheduleConfig:
     end: float = 0.0
 
     def check(self, path: str) -> None:
-        _require(self.peak > 0, path, "peak", self.peak, "a positive number")
+        _require(0 < self.peak < math.inf, path, "peak", self.peak, "a positive number")
         _require(self.warmup_steps >= 0, path, "warmup_steps", self.warmup_steps, "at least 0")
         _require(0 <= self.end <= self.peak, path, "end", self.end, f"in [0, peak={self.peak}]")
 
@@ -292,6 +296,7 @@ class TrainConfig:
             "keep_last",
         ):
             _require(getattr(self, name) >= 1, path, name, getattr(self, name), "at least 1")
+        _require(self.seed < 2**31, path, "seed", self.seed, "below 2**31")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, int) and not isinstance(value, bool):

@@ -1,14 +1,23 @@
 """Small models and batches that the tests of the mathematical core share."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ddrp_jax.config import Config, ModelConfig, PositionConfig, StageConfig
+from ddrp_jax.config import (
+    Config,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PositionConfig,
+    ScheduleConfig,
+    StageConfig,
+)
 from ddrp_jax.models.heads import MaskedLM
+from ddrp_jax.training.sharding import make_mesh
+from ddrp_jax.training.state import TrainState
+from ddrp_jax.training.step import Training, build_training
 
 
 def model_config(position: PositionConfig | None = None, **changes) -> ModelConfig:
@@ -28,11 +37,38 @@ def model_config(position: PositionConfig | None = None, **changes) -> ModelConf
     return ModelConfig(**(values | changes))
 
 
-def run_config(model: ModelConfig, *, batch_size=8, length=12, **changes) -> Config:
-    """A run of one stage."""
-    stage = StageConfig(length=length, batch_size=batch_size, steps=100)
-    stage = dataclasses.replace(stage, **changes.pop("stage", {}))
-    return Config(model=model, stages=(stage,), **changes)
+def run_config(model: ModelConfig, *, accumulation=1, **changes) -> Config:
+    """A run of one stage on `batch()`: a constant rate, and moments that are the gradient."""
+    stage = StageConfig(
+        length=12,
+        batch_size=len(LAYOUTS),
+        accumulation=accumulation,
+        schedule=ScheduleConfig("constant", peak=0.01),
+    )
+    values = {"stages": (stage,), "optimizer": OptimizerConfig(b1=0.0, clip_norm=0.0)}
+    return Config(model=model, **(values | changes))
+
+
+def training(config: Config, *, stage=0, data=1, fsdp=1, tensor=1) -> Training:
+    """The functions of a run on the first `data * fsdp * tensor` devices."""
+    devices = jax.devices()[: data * fsdp * tensor]
+    mesh = make_mesh(MeshConfig(data, fsdp, tensor), devices)
+    return build_training(config, stage, mesh)
+
+
+def state_at(training: Training, config: Config, *, step=0, seed=0) -> TrainState:
+    """A state whose parameters are those of `build`: none is at the value it starts from."""
+    places = jax.tree.map(lambda leaf: leaf.sharding, training.abstract_state)
+    params = nnx.to_pure_dict(nnx.state(build(config.model, seed)))
+    moments = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), training.abstract_state.opt_state
+    )
+    return jax.device_put(TrainState(jnp.int32(step), params, moments, jnp.bool_(True)), places)
+
+
+def gradient(state: TrainState):
+    """The gradient of the step that led to a state of a `run_config`."""
+    return jax.device_get(state.opt_state[0].mu)
 
 
 def build(config: ModelConfig, seed: int = 0) -> MaskedLM:

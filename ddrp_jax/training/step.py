@@ -111,12 +111,12 @@ def build_training(config: Config, stage_index: int, mesh: Mesh) -> Training:
 
     def evaluate(params: Any, batch: Batch) -> Sums:
         model = nnx.merge(graphdef, params)
-        sums, hidden = _similarities(model, config.model, batch)
+        sums, hidden = _similarities(model, config.objective.head_unit, batch)
         logits = model.logits(hidden, batch["predict_positions"])
         return sums | masked_lm.masked_lm(logits, batch["predict_ids"], batch["predict_weights"])
 
     def representations(params: Any, batch: Batch) -> Sums:
-        return _similarities(nnx.merge(graphdef, params), config.model, batch)[0]
+        return _similarities(nnx.merge(graphdef, params), config.objective.head_unit, batch)[0]
 
     return Training(
         init=jax.jit(create, out_shardings=state_shardings),
@@ -239,14 +239,14 @@ def _loss(
     return loss, metrics
 
 
-def _similarities(model: MaskedLM, config: ModelConfig, batch: Batch) -> tuple[Sums, jax.Array]:
+def _similarities(model: MaskedLM, unit: str, batch: Batch) -> tuple[Sums, jax.Array]:
     """Returns the token and head similarities, overall and of each layer, and the hidden states."""
     segment_ids = batch["segment_ids"]
     out = model.encoder(
         batch["input_ids"],
         segment_ids,
         batch["positions"],
-        statistic=functools.partial(mth.head_cosine, segment_ids=segment_ids),
+        statistic=functools.partial(mth.head_cosine, segment_ids=segment_ids, unit=unit),
     )
     head_sum_l, head_weight_l = out.statistics
     sums = {
