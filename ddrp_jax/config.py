@@ -81,6 +81,8 @@ class ModelConfig:
     intermediate_size: int = 3072
     # "gelu" is the exact one (BERT, RoBERTa), "gelu_tanh" its approximation ("gelu_new").
     activation: Literal["gelu", "gelu_tanh"] = "gelu"
+    # The masked-LM head's: the encoder's (BERT), or always the exact one (RoBERTa, MPNet).
+    head_activation: Literal["same", "gelu"] = "same"
     norm_order: Literal["post", "pre"] = "post"
     norm_epsilon: float = 1e-12
     # A LayerNorm on the summed input embeddings (BERT's).

@@ -3,7 +3,8 @@
 A folder `<step>/` holds all that a run or a later command needs, so it can be copied elsewhere
 alone:
 
-    arrays/        parameters and optimiser state (orbax, two items: `params`, `optimizer`)
+    arrays/        parameters and optimiser state (orbax, in items: `params`, `optimizer`, and
+                   `task_head` where a head other than the masked-LM one came with the model)
     config.json    the resolved config of the run
     progress.json  the data iterator's state, token counts, seconds spent
     tokenizer/     the tokenizer's files
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orjson
 
 from ddrp_jax.errors import DdrpError, UsageError
@@ -91,7 +93,7 @@ class Checkpoints:
         """Starts to save; returns once the arrays are copied, so the state may be changed.
 
         Args:
-            state: a pytree dataclass with a field `params`.
+            state: a pytree dataclass with a field `params`, and perhaps `task_head`.
             step: its number.
             progress: plain JSON data.
             mlm_loss: held-out loss of this very state, where it was measured.
@@ -272,6 +274,17 @@ def restore_params(path: Path, abstract_params: Any) -> Any:
     return _from_named(abstract_params, loaded)
 
 
+def restore_task_head(path: Path) -> dict[str, Any]:
+    """Reads the arrays of a task's head by name ("a/b"); empty where the checkpoint has none."""
+    from orbax.checkpoint import v1 as ocp
+
+    saved = ocp.checkpointables_metadata(path / "arrays").metadata.get("task_head")
+    if not saved:
+        return {}
+    wanted = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in saved.items()}
+    return ocp.load_checkpointables(path / "arrays", {"task_head": wanted})["task_head"]
+
+
 def _load(path: Path, wanted: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     from orbax.checkpoint import v1 as ocp
 
@@ -300,12 +313,14 @@ def _metadata(path: Path, item: str) -> dict[str, Any]:
 
 def _items(state: Any) -> dict[str, dict[str, Any]]:
     """Splits a state into what later commands read and what only training needs."""
-    named = _named(state)
-    prefix = "params/"
-    return {
-        "params": {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)},
-        "optimizer": {k: v for k, v in named.items() if not k.startswith(prefix)},
-    }
+    items: dict[str, dict[str, Any]] = {"params": {}, "task_head": {}, "optimizer": {}}
+    for name, leaf in _named(state).items():
+        field, _, rest = name.partition("/")
+        if field in ("params", "task_head"):
+            items[field][rest] = leaf
+        else:
+            items["optimizer"][name] = leaf
+    return {item: leaves for item, leaves in items.items() if leaves}
 
 
 def _rebuilt(like: Any, items: dict[str, dict[str, Any]]) -> Any:

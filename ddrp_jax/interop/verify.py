@@ -1,0 +1,164 @@
+"""Holds an export against the checkpoint it was made from: both read the same texts."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx, traverse_util
+
+from ddrp_jax.config import ModelConfig
+from ddrp_jax.errors import DdrpError, UsageError
+from ddrp_jax.interop.export import Export
+from ddrp_jax.interop.tensors import DTYPES
+from ddrp_jax.models.heads import ClassificationHead, Pooler
+
+# Beside the size of the values: a wrong LayerNorm epsilon moves a real model by more.
+TOLERANCE = 5e-5
+_TEXTS = (
+    "The old lighthouse keeper climbed the stairs every evening to light the lamp.",
+    "",
+    "Zwei Fähren, trois îles, 四つの港 и одно море: 7,302 miles!",
+    "One word and another, over and over. " * 100,
+)
+
+
+def check_installed() -> None:
+    """Raises UsageError unless PyTorch and transformers are there."""
+    missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
+    if missing:
+        raise UsageError(
+            f"--verify needs {' and '.join(missing)}, not installed here; "
+            f"run 'pip install {' '.join(missing)}', or export without --verify"
+        )
+
+
+def verify_export(export: Export, folder: Path, dtype: str) -> str:
+    """Loads an export with PyTorch, runs both on the same batch, and tells the differences.
+
+    Our side computes in float32 from parameters rounded to `dtype`, PyTorch from the file.
+
+    Args:
+        export: what was exported.
+        folder: where to.
+        dtype: of the file's tensors.
+
+    Returns:
+        One line for each output: its largest difference over all real tokens.
+
+    Raises:
+        DdrpError: the tokenizers disagree, or outputs differ by more than rounding.
+    """
+    ids, mask = _batch(export, folder)
+    theirs = _run_torch(export, folder, ids, mask)
+    ours = _run_ours(export, ids, mask, dtype)
+    lines, failed = [], []
+    for name, wanted in ours.items():
+        difference = float(np.abs(theirs[name] - wanted).max())
+        lines.append(f"{name}: largest difference {difference:.2e}")
+        if not difference <= TOLERANCE * max(1.0, float(np.abs(wanted).max())):
+            failed.append(lines[-1])
+    if failed:
+        raise DdrpError(f"PyTorch reads another model from the export: {'; '.join(failed)}")
+    return "\n".join(lines)
+
+
+def _batch(export: Export, folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Returns ids and mask of the texts, padded on the right."""
+    import transformers
+    from transformers import AutoTokenizer
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    tokenizer, model = export.pretrained.tokenizer, export.pretrained.config.model
+    published = AutoTokenizer.from_pretrained(str(folder))
+    rows = []
+    for text in _TEXTS:
+        ids = [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
+        if published(text, truncation=False)["input_ids"] != ids:
+            raise DdrpError(f"the exported tokenizer gives other ids for {text[:40]!r}")
+        longest = min(512, model.max_length if model.position.has_absolute else 512)
+        rows.append(ids if len(ids) <= longest else [*ids[: longest - 1], tokenizer.sep_id])
+    lengths = np.array([len(row) for row in rows])
+    batch = np.full((len(rows), lengths.max()), tokenizer.pad_id, np.int32)
+    for row, values in zip(batch, rows, strict=True):
+        row[: len(values)] = values
+    return batch, np.arange(batch.shape[1]) < lengths[:, None]
+
+
+def _run_torch(
+    export: Export, folder: Path, ids: np.ndarray, mask: np.ndarray
+) -> dict[str, np.ndarray]:
+    import torch
+    import transformers
+
+    auto = {
+        "base": transformers.AutoModel,
+        "masked_lm": transformers.AutoModelForMaskedLM,
+        "classification": transformers.AutoModelForSequenceClassification,
+    }[export.kind]
+    # The code is the copy of our own that this export has just written.
+    own_code = {"trust_remote_code": True} if export.family.model_type == "ddrp" else {}
+    model = auto.from_pretrained(str(folder), dtype=torch.float32, **own_code).eval()
+    with torch.no_grad():
+        output = model(
+            input_ids=torch.tensor(ids, dtype=torch.long),
+            attention_mask=torch.tensor(mask, dtype=torch.long),
+            output_hidden_states=True,
+        )
+    outputs = {"hidden states": np.stack([h.numpy()[mask] for h in output.hidden_states])}
+    if export.kind != "base":
+        logits = output.logits.numpy()
+        outputs["logits"] = logits[mask] if export.kind == "masked_lm" else logits
+    elif getattr(output, "pooler_output", None) is not None:
+        outputs["pooled"] = output.pooler_output.numpy()
+    return outputs
+
+
+def _run_ours(
+    export: Export, ids: np.ndarray, mask: np.ndarray, dtype: str
+) -> dict[str, np.ndarray]:
+    config: ModelConfig = export.pretrained.config.model
+    kind = DTYPES[dtype][1]
+
+    def rounded(array: Any) -> jax.Array:
+        return jnp.asarray(array).astype(kind).astype(jnp.float32)
+
+    params = jax.tree.map(rounded, export.pretrained.params)
+    model = nnx.merge(export.pretrained.graphdef, params)
+    positions = export.family.positions(ids, mask, config.pad_id)
+    rows = (jnp.asarray(array, jnp.int32) for array in (ids, mask, positions))
+    output = model.encoder(*rows, output_hidden_states=True)
+    outputs = {"hidden states": np.asarray(output.hidden_states)[:, mask]}
+    if export.kind == "masked_lm":
+        logits = model.logits(output.hidden)
+        outputs["logits"] = np.asarray(logits)[mask][:, : config.vocab_size]
+    elif export.task_head:
+        head = build_task_head(config, jax.tree.map(rounded, export.task_head))
+        is_classifier = isinstance(head, ClassificationHead)
+        name = "logits" if is_classifier else "pooled"
+        outputs[name] = np.asarray(head(output.hidden if is_classifier else output.hidden[:, 0]))
+    return outputs
+
+
+def build_task_head(
+    config: ModelConfig, arrays: dict[str, jax.Array]
+) -> ClassificationHead | Pooler:
+    """Returns a checkpoint's classification head, or the pooler that stands alone.
+
+    Args:
+        config: the encoder's.
+        arrays: by path, as `checkpoint.restore_task_head` gives them.
+    """
+    head: ClassificationHead | Pooler
+    if "kernel" in arrays:
+        labels = arrays["bias"].size
+        head = nnx.eval_shape(lambda: ClassificationHead(config, labels, rngs=nnx.Rngs(0)))
+    else:
+        head = nnx.eval_shape(lambda: Pooler(config, rngs=nnx.Rngs(0)))
+        arrays = {path.removeprefix("pooler/"): array for path, array in arrays.items()}
+    return nnx.merge(nnx.graphdef(head), traverse_util.unflatten_dict(arrays, "/"))
