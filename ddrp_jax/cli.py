@@ -27,6 +27,7 @@ COMMANDS = {
     "pretrain": ("ddrp_jax.commands.pretrain", "pre-train an encoder, or go on with a run"),
     "evaluate": ("ddrp_jax.commands.evaluate", "measure a checkpoint on held-out records"),
     "fill-mask": ("ddrp_jax.commands.fill_mask", "predict the masked tokens of a text"),
+    "compare": ("ddrp_jax.commands.compare", "hold runs against each other, as table and figure"),
     "import": ("ddrp_jax.commands.import_", "take a published PyTorch model in"),
     "export": ("ddrp_jax.commands.export", "give a checkpoint back as a PyTorch model"),
     "show": ("ddrp_jax.commands.show", "tell what a checkpoint or a record folder holds"),

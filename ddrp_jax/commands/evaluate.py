@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from ddrp_jax.commands.output import add_json_argument, aligned, write_result
@@ -41,18 +42,37 @@ def run(args: argparse.Namespace) -> None:
     if args.rows < 0:
         raise UsageError(f"--rows={args.rows}: expected at least 0")
 
+    result = evaluate_checkpoint(args.checkpoint, args.records, args.split, args.rows)
+    write_result(result, _table(result), args.json)
+
+
+def evaluate_checkpoint(
+    checkpoint: str | Path, records: str | Path, split: str = "heldout", rows: int = 0
+) -> dict[str, Any]:
+    """Measures a checkpoint on rows whose order and masks are the same for every model.
+
+    Args:
+        checkpoint: a run's folder or one checkpoint's.
+        records: a record folder made with the checkpoint's tokenizer.
+        split: which split.
+        rows: how many rows, from the first; 0 takes all.
+
+    Returns:
+        Losses, accuracy and similarities by name, the split's unigram entropy, and what was
+        measured.
+    """
     from ddrp_jax.data.records import check_records, open_records
-    from ddrp_jax.training import checkpoint
+    from ddrp_jax.training import checkpoint as checkpoints
     from ddrp_jax.training.evaluation import evaluate, held_out_batches
     from ddrp_jax.training.pretrained import load_pretrained
     from ddrp_jax.training.step import build_training
 
-    records = open_records(args.records)
-    stream = records.split(args.split)
-    pretrained = load_pretrained(args.checkpoint)
+    corpus = open_records(records)
+    stream = corpus.split(split)
+    pretrained = load_pretrained(checkpoint)
     config, tokenizer = pretrained.config, pretrained.tokenizer
-    check_records(records, tokenizer.fingerprint, config.model.vocab_size)
-    progress = checkpoint.read_progress(pretrained.path)
+    check_records(corpus, tokenizer.fingerprint, config.model.vocab_size)
+    progress = checkpoints.read_progress(pretrained.path)
 
     # The run's mesh may have had another number of devices.
     devices = pretrained.mesh.size
@@ -61,23 +81,24 @@ def run(args: argparse.Namespace) -> None:
     stage = dataclasses.replace(
         stage, batch_size=-(-batch_size // devices) * devices, accumulation=1
     )
-    train = dataclasses.replace(config.train, eval_rows=args.rows, eval_batch_size=0)
+    train = dataclasses.replace(config.train, eval_rows=rows, eval_batch_size=0)
     config = dataclasses.replace(config, stages=(stage,), train=train)
     training = build_training(config, 0, pretrained.mesh)
-    batches = held_out_batches(records, tokenizer, config, 0, split=args.split)
+    batches = held_out_batches(corpus, tokenizer, config, 0, split=split)
     values = evaluate(
         training.evaluate, config.objective, pretrained.params, batches, training.batch_sharding
     )
-    result = {
+    return {
         "checkpoint": str(pretrained.path),
-        "records": str(records.path),
+        "records": str(corpus.path),
         "step": progress["step"],
-        "split": args.split,
+        "tokens_seen": progress["tokens_seen"],
+        "split": split,
+        "rows": batches.num_rows,
         "length": stage.length,
         **values,
         "unigram_entropy": stream.unigram_entropy,
     }
-    write_result(result, _table(result), args.json)
 
 
 def _table(result: dict[str, Any]) -> str:

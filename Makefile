@@ -1,0 +1,56 @@
+# Two commands do everything: `make demo` and `make test`. Each makes .venv and installs what it
+# needs first.
+
+PYTHON ?= python3.11
+VENV := .venv
+DDRP := $(VENV)/bin/ddrp
+PIP := $(VENV)/bin/pip --disable-pip-version-check --quiet
+DEMO := runs/demo
+
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
+
+.PHONY: demo test lint format clean
+.SECONDARY:
+
+# ---- demo: a small DDRP + MTH encoder beside its baseline -----------------------------------------
+
+demo: $(VENV)/installed-demo $(DEMO)/tokenizer $(DEMO)/records
+	$(DDRP) pretrain --config configs/demo.py:ddrp --workdir $(DEMO)/ddrp
+	$(DDRP) pretrain --config configs/demo.py:absolute --workdir $(DEMO)/absolute
+	$(DDRP) compare $(DEMO)/ddrp $(DEMO)/absolute --records $(DEMO)/records --output $(DEMO)/report
+
+$(DEMO)/tokenizer: | $(VENV)/installed-demo
+	$(DDRP) tokenizer train --input demo --vocab-size 2048 --output $@
+
+$(DEMO)/records: | $(DEMO)/tokenizer
+	$(DDRP) prepare --input demo --tokenizer $(DEMO)/tokenizer --holdout 1% --output $@
+
+# ---- tests -------------------------------------------------------------------------------------
+
+test: $(VENV)/installed-test
+	$(VENV)/bin/pytest -n 2 --dist loadfile
+
+lint: $(VENV)/installed-test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/installed-test
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+# ---- environment ---------------------------------------------------------------------------------
+
+$(VENV)/bin/pip:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed-demo: pyproject.toml constraints.txt | $(VENV)/bin/pip
+	$(PIP) install -c constraints.txt -e '.[demo]'
+	touch $@
+
+$(VENV)/installed-test: pyproject.toml constraints.txt | $(VENV)/bin/pip
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	touch $@ $(VENV)/installed-demo
+
+clean:
+	rm -rf $(VENV) .cache runs/demo
