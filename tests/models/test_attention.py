@@ -136,3 +136,43 @@ def test_no_weight_crosses_a_segment_or_falls_on_padding():
     for b, i, j in itertools.product(*map(range, mask.shape)):
         same = segment_ids[b, i] == segment_ids[b, j]
         assert mask[b, i, j] == (same and segment_ids[b, j] > 0)
+
+
+def plain_attention(x, layer, rotate, bias):
+    """Attention of PyTorch over one segment, with q and k rotated and scores biased."""
+    qkv = torch.einsum("btd,dcnh->cbnth", x, layer["qkv_kernel"])
+    q, k, v = qkv + layer["qkv_bias"][:, None, :, None]
+    z = torch.nn.functional.scaled_dot_product_attention(rotate(q), rotate(k), v, attn_mask=bias)
+    return torch.einsum("bnth,nhd->btd", z, layer["out_kernel"]) + layer["out_bias"]
+
+
+@pytest.mark.parametrize("kind", ["none", "rope", "biased"])
+def test_rotation_is_before_the_product_and_bias_after_the_scaling(kind):
+    width, size = 8, 4
+    position = PositionConfig("rope" if kind == "rope" else "none", rope_theta=20.0)
+    config = small.model_config(position, hidden_size=width, num_heads=HEADS)
+    graph, params = graph_and_params(Attention(config, rngs=nnx.Rngs(0)))
+    draw = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: draw.normal(size=leaf.shape), params)
+    x = draw.normal(size=(2, LENGTH, width))
+    bias = draw.normal(size=(1, HEADS, LENGTH, LENGTH)) * (kind == "biased")
+    positions = np.array([np.arange(LENGTH), np.arange(LENGTH) + 9])
+
+    def rotate(x):
+        if kind != "rope":
+            return x
+        angles = positions[..., None] * 20.0 ** (-np.arange(size // 2) / (size // 2))
+        turn = torch.polar(torch.ones(angles.shape).double(), torch.tensor(angles))[:, None]
+        turned = torch.complex(x[..., : size // 2], x[..., size // 2 :]) * turn
+        return torch.cat([turned.real, turned.imag], dim=-1)
+
+    wanted = plain_attention(
+        torch.tensor(x), jax.tree.map(torch.tensor, params), rotate, torch.tensor(bias)
+    )
+    got, _ = nnx.merge(graph, jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params))(
+        jnp.asarray(x, jnp.float32),
+        segment_mask(jnp.ones((2, LENGTH), jnp.int32)),
+        jnp.asarray(positions),
+        bias=jnp.asarray(bias, jnp.float32),
+    )
+    np.testing.assert_allclose(got, wanted.numpy(), rtol=1e-4, atol=1e-4)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
+from flax import nnx
 
 from ddrp_jax.config import PositionConfig
 from ddrp_jax.models import ops
@@ -95,28 +96,79 @@ def test_bfloat16_keeps_the_mean():
     )
 
 
-@pytest.fixture(scope="module")
-def encoder():
+def constant_layers():
+    """An encoder that adds the mask of each of its places of dropout to the residual stream.
+
+    The words are all 1, attention and feed-forward give their biases, 2 and 100: every difference
+    between hidden states is a sum of two masks that can be told apart.
+    """
     config = small.model_config(
-        PositionConfig("none"), dropout=0.3, attention_dropout=0.3, num_layers=3
+        PositionConfig("none"),
+        norm_order="pre",
+        embedding_norm=False,
+        num_layers=3,
+        hidden_size=64,
+        dropout=0.5,
     )
-    return small.build(config)
+    model = small.build(config)
+    zero = jax.tree.map(jnp.zeros_like, nnx.to_pure_dict(nnx.state(model)))
+    zero["encoder"]["embeddings"]["word"] += 1
+    zero["encoder"]["layers"]["attention"]["out_bias"] += 2
+    zero["encoder"]["layers"]["feed_forward"]["down_bias"] += 100
+    nnx.update(model, zero)
+    return model
 
 
-def test_an_encoder_drops_in_every_place(encoder):
-    """The same tokens in every row: rows, steps and seeds differ, and equal keys agree."""
-    ids = jnp.tile(jnp.arange(5, 11)[None], (3, 1))
-    ones, positions = jnp.ones_like(ids), jnp.tile(jnp.arange(6)[None], (3, 1))
+def test_an_encoder_draws_a_mask_for_every_row_layer_and_place():
+    encoder = constant_layers().encoder
+    rows, length = 8, 32
+    ids, positions = jnp.full((rows, length), 7), jnp.tile(jnp.arange(length), (rows, 1))
     run = jax.jit(
-        lambda dropout_keys: (
-            encoder.encoder(
-                ids, ones, positions, dropout_keys=dropout_keys, output_hidden_states=True
-            ).hidden_states
-        )
+        lambda dropout_keys: encoder(
+            ids,
+            jnp.ones_like(ids),
+            positions,
+            dropout_keys=dropout_keys,
+            output_hidden_states=True,
+        ).hidden_states[:-1]  # the last has passed the final norm
     )
-    first = np.asarray(run(keys([0, 1, 0])))
-    np.testing.assert_array_equal(first[:, 0], first[:, 2])
-    for layer in range(4):
-        assert np.abs(first[layer, 0] - first[layer, 1]).max() > 1e-2
-    assert np.abs(first - run(keys([0, 1, 0], step=1)))[:, :, 0].max() > 1e-2
-    assert np.abs(first - run(keys([0, 1, 0], seed=1)))[:, :, 0].max() > 1e-2
+
+    def masks(keys):
+        states = np.asarray(run(keys))
+        steps = np.diff(states, axis=0)
+        feed_forward = np.where(steps > 100, 200, 0)
+        found = {"embeddings": states[0] / 2}
+        for layer, (both, inner) in enumerate(zip(steps, feed_forward, strict=True)):
+            found[f"attention {layer}"] = (both - inner) / 4
+            found[f"feed-forward {layer}"] = inner / 200
+        return {name: mask.reshape(rows, -1) for name, mask in found.items()}
+
+    first = masks(keys(np.arange(rows)))
+    assert len(first) == 5
+    for name, mask in first.items():
+        np.testing.assert_allclose(mask, np.round(mask), atol=1e-5)
+        assert set(np.unique(np.round(mask))) == {0, 1}, name
+    every = [(name, row, mask[row]) for name, mask in first.items() for row in range(rows)]
+    for step, seed in ((1, 0), (0, 1)):
+        for name, mask in masks(keys(np.arange(rows), seed=seed, step=step)).items():
+            every.append((f"{name} of step {step}, seed {seed}", 0, mask[0]))
+    share = np.stack([mask for *_, mask in every])
+    both = share @ share.T / share.shape[1]
+    np.fill_diagonal(both, 0.25)
+    # 50 masks make 1225 pairs: six standard deviations of a share of 1/4.
+    bound = 6 * math.sqrt(0.25 * 0.75 / share.shape[1])
+    one, two = np.unravel_index(np.abs(both - 0.25).argmax(), both.shape)
+    assert abs(both[one, two] - 0.25) < bound, (every[one][:2], every[two][:2])
+
+
+def test_equal_keys_agree_and_attention_weights_are_dropped():
+    """With the residual dropout off, rows with other keys differ, and those with equal ones not."""
+    config = small.model_config(PositionConfig("none"), attention_dropout=0.5)
+    encoder = small.build(config).encoder
+    ids = jnp.tile(jnp.arange(5, 11), (3, 1))
+    positions = jnp.tile(jnp.arange(6), (3, 1))
+    hidden = np.asarray(
+        encoder(ids, jnp.ones_like(ids), positions, dropout_keys=keys([0, 1, 0])).hidden
+    )
+    np.testing.assert_array_equal(hidden[0], hidden[2])
+    assert np.abs(hidden[0] - hidden[1]).max() > 1e-2

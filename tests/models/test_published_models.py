@@ -1,4 +1,4 @@
-"""The encoder against other people's: BERT and RoBERTa of `transformers`, pre-norm of PyTorch."""
+"""The encoder against BERT, RoBERTa and MPNet of `transformers`, and against PyTorch's pre-norm."""
 
 import dataclasses
 
@@ -9,7 +9,14 @@ import pytest
 import small
 import torch
 from flax import nnx
-from transformers import BertConfig, BertForMaskedLM, RobertaConfig, RobertaForMaskedLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    MPNetConfig,
+    MPNetForMaskedLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
 
 from ddrp_jax.config import PositionConfig
 from ddrp_jax.models.encoder import single_segments
@@ -72,6 +79,19 @@ MODELS = {
         ),
         config(norm_epsilon=1e-5, token_types=1, position_offset=2, pad_id=1),
     ),
+    "mpnet": (
+        lambda: MPNetForMaskedLM(
+            MPNetConfig(
+                max_position_embeddings=LONGEST + 2,
+                layer_norm_eps=1e-5,
+                **published("gelu"),
+            )
+        ),
+        dataclasses.replace(
+            config(norm_epsilon=1e-5, token_types=0, position_offset=2, pad_id=1),
+            position=PositionConfig("t5", num_buckets=32, add_absolute=True),
+        ),
+    ),
     "bert_untied": (
         lambda: BertForMaskedLM(
             BertConfig(
@@ -88,6 +108,7 @@ ENCODER_NAMES = {
     "embeddings/token_type": "embeddings.token_type_embeddings.weight",
     "embeddings/norm/scale": "embeddings.LayerNorm.weight",
     "embeddings/norm/bias": "embeddings.LayerNorm.bias",
+    "bucket_bias/bias": "encoder.relative_attention_bias.weight",
 }
 LAYER_NAMES = {
     "attention/out_kernel": "attention.output.dense.weight",
@@ -100,6 +121,12 @@ LAYER_NAMES = {
     "feed_forward/down_bias": "output.dense.bias",
     "feed_forward_norm/scale": "output.LayerNorm.weight",
     "feed_forward_norm/bias": "output.LayerNorm.bias",
+}
+MPNET_LAYER_NAMES = LAYER_NAMES | {
+    "attention/out_kernel": "attention.attn.o.weight",
+    "attention/out_bias": "attention.attn.o.bias",
+    "attention_norm/scale": "attention.LayerNorm.weight",
+    "attention_norm/bias": "attention.LayerNorm.bias",
 }
 HEAD_NAMES = {
     "bert": {
@@ -117,6 +144,7 @@ HEAD_NAMES = {
         "decoder_bias": "lm_head.bias",
     },
 }
+HEAD_NAMES["mpnet"] = HEAD_NAMES["roberta"]
 UNTIED = {"decoder_kernel": "cls.predictions.decoder.weight"}
 
 
@@ -144,12 +172,13 @@ def as_ours(family, tensors, like):
     def layer(path, number):
         prefix = f"{family}.encoder.layer.{number}."
         if "qkv" not in path:
-            return tensors[prefix + LAYER_NAMES[path]]
+            names = MPNET_LAYER_NAMES if family == "mpnet" else LAYER_NAMES
+            return tensors[prefix + names[path]]
         kind = "weight" if path.endswith("kernel") else "bias"
-        parts = [
-            tensors[f"{prefix}attention.self.{name}.{kind}"] for name in ("query", "key", "value")
-        ]
-        return np.concatenate(parts)
+        names = [f"attention.self.{name}" for name in ("query", "key", "value")]
+        if family == "mpnet":
+            names = [f"attention.attn.{name}" for name in "qkv"]
+        return np.concatenate([tensors[f"{prefix}{name}.{kind}"] for name in names])
 
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: array("/".join(key.key for key in path), leaf.shape), like
