@@ -1,7 +1,8 @@
-"""The demo: a small DDRP + MTH encoder, or its baseline with absolute positions and MLM alone.
+r"""The demo: a small DDRP + MTH encoder, or its baseline with absolute positions and MLM alone.
 
     ddrp tokenizer train --input demo --vocab-size 2048 --output runs/demo/tokenizer
-    ddrp prepare --input demo --tokenizer runs/demo/tokenizer --holdout 1% --output runs/demo/records
+    ddrp prepare --input demo --tokenizer runs/demo/tokenizer --holdout 1% \
+        --output runs/demo/records
     ddrp pretrain --config configs/demo.py:ddrp --workdir runs/demo/ddrp
     ddrp pretrain --config configs/demo.py:absolute --workdir runs/demo/absolute
 
