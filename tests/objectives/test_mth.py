@@ -212,6 +212,14 @@ def test_head_cosines_by_hand():
     assert both(mth.head_cosine(probs, ones, "map"))[0] == pytest.approx(2 * 1.5 / (1.5 * 2) ** 0.5)
 
 
+def test_a_head_without_weights_among_orthogonal_ones_gives_zero():
+    """Taking the number of heads from |sum w|^2 instead of the squared norms would give -1/6."""
+    probs = jnp.asarray([[[1, 0]] * 2, [[0, 1]] * 2, [[0, 0]] * 2], jnp.float32)[None]
+    for unit in ("query", "map"):
+        total, _ = both(mth.head_cosine(probs, jnp.ones((1, 2), jnp.int32), unit))
+        assert total == pytest.approx(0, abs=1e-6)
+
+
 @pytest.mark.parametrize("unit", ["query", "map"])
 def test_one_head_has_nothing_to_differ_from(unit):
     segment_ids, _ = small.rows([[4, 3]], LENGTH)
