@@ -18,7 +18,7 @@ if DEVICES not in os.environ.get("XLA_FLAGS", ""):
 os.environ.setdefault("NPROC", "64")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ddrp_jax" / "tests"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 # Shapes named in annotations are checked at every call of the mathematical core.
 CHECKED = ("models", "objectives", "training.optimizer", "training.sharding", "training.step")

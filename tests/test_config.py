@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -215,8 +216,7 @@ def test_every_file_of_configs_gives_a_valid_config():
     files = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
     assert files
     for file in files:
-        names = {}
-        exec(compile(file.read_text(), file, "exec"), names)
+        names = runpy.run_path(str(file))
         config = from_config_dict(Config, names["get_config"]())
         assert isinstance(config, Config)
         assert names["__doc__"].count("ddrp pretrain"), f"{file.name} does not give its command"

@@ -14,6 +14,7 @@ from ddrp_jax.models import ops
 from ddrp_jax.models.attention import tap
 from ddrp_jax.models.encoder import position_rows, single_segments
 from ddrp_jax.models.heads import MaskedLM
+from ddrp_jax.models.initializers import parameter
 from ddrp_jax.models.relative_position import ddrp_table
 
 KINDS = {
@@ -52,7 +53,7 @@ def test_a_segment_does_not_know_its_neighbours_nor_its_place(kind, norm_order):
                 ids[row, where] = text
                 segment_ids[row, where] = number
                 positions[row, where] = np.arange(len(text))
-    hidden = np.asarray(jax.jit(encode)(model, ids, segment_ids, positions).hidden)
+    hidden = np.asarray(encode(model, ids, segment_ids, positions).hidden)
     assert np.isfinite(hidden).all()
     for number, text in enumerate(texts):
         packed = starts[0][number]
@@ -150,11 +151,9 @@ def loss(model, batch, dropout_keys, layers):
 BATCH = small.batch(small.LAYOUTS[:4])
 RUNS = {
     "plain": ({}, "all"),
-    "unrolled": ({"scan_layers": False}, "all"),
-    "remat_dots": ({"remat": "dots"}, "all"),
+    "unrolled_remat_dots": ({"scan_layers": False, "remat": "dots"}, "all"),
     "remat_full": ({"remat": "full"}, "all"),
     "last_layer_measured": ({}, "last"),
-    "last_layer_measured_remat_unrolled": ({"remat": "full", "scan_layers": False}, "last"),
 }
 
 
@@ -247,45 +246,37 @@ def test_bfloat16_computes_close_to_float32_over_float32_parameters():
 
 
 def test_initial_values():
-    """Fan-in scaling gives kernels N(0, 1/fan_in), the others one deviation for all."""
-    config = small.model_config(
-        num_layers=2, hidden_size=64, num_heads=4, intermediate_size=128, vocab_size=500
+    """Fan-in scaling gives kernels N(0, 1/fan_in), and each layer values of its own."""
+    config = small.model_config(hidden_size=64, num_heads=4, intermediate_size=128, vocab_size=500)
+    make = jax.jit(lambda: nnx.state(MaskedLM(config, rngs=nnx.Rngs(0))))
+    params = nnx.to_pure_dict(make())
+    layers = params["encoder"]["layers"]
+    tables = layers["attention"]["relative"]["keys"]
+    for leaf, deviation in (
+        (params["encoder"]["embeddings"]["word"], 1 / 8),
+        (layers["attention"]["qkv_kernel"], 1 / 8),
+        (layers["attention"]["out_kernel"], 1 / 8),
+        (layers["feed_forward"]["up_kernel"], 1 / 8),
+        (layers["feed_forward"]["down_kernel"], 128**-0.5),
+        (tables["distance"], 0.02),
+        (tables["direction"], 1.0),
+    ):
+        assert float(jnp.std(leaf)) == near(deviation, leaf)
+    assert not np.allclose(
+        layers["feed_forward"]["up_kernel"][0], layers["feed_forward"]["up_kernel"][1]
     )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if path[-1].key.endswith(("bias", "scale")):
+            assert np.all(leaf == (path[-1].key == "scale"))
 
-    def deviations(config):
-        make = jax.jit(lambda: nnx.state(MaskedLM(config, rngs=nnx.Rngs(0))))
-        params = nnx.to_pure_dict(make())
-        layers = params["encoder"]["layers"]
-        kernels = {
-            "word": params["encoder"]["embeddings"]["word"],
-            "qkv": layers["attention"]["qkv_kernel"],
-            "out": layers["attention"]["out_kernel"],
-            "up": layers["feed_forward"]["up_kernel"],
-            "down": layers["feed_forward"]["down_kernel"],
-            "distance": layers["attention"]["relative"]["keys"]["distance"],
-            "direction": layers["attention"]["relative"]["keys"]["direction"],
-        }
-        assert not np.allclose(kernels["qkv"][0], kernels["qkv"][1])  # layers differ
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-            if path[-1].key.endswith("bias"):
-                assert not np.any(leaf)
-            if path[-1].key == "scale":
-                assert np.all(leaf == 1)
-        return {name: (float(jnp.std(leaf)), leaf.size) for name, leaf in kernels.items()}
 
-    wanted = {
-        "word": 1 / 8,
-        "qkv": 1 / 8,
-        "out": 1 / 8,
-        "up": 1 / 8,
-        "down": 128**-0.5,
-        "distance": 0.02,
-        "direction": 1.0,
-    }
-    for name, (deviation, size) in deviations(config).items():
-        # The sample deviation of n normal values is off by sigma/sqrt(2n); five times that.
-        assert deviation == pytest.approx(wanted[name], rel=5 / (2 * size) ** 0.5), name
-    normal = deviations(dataclasses.replace(config, initializer="normal", initializer_range=0.05))
-    for name in ("word", "qkv", "out", "up", "down"):
-        deviation, size = normal[name]
-        assert deviation == pytest.approx(0.05, rel=5 / (2 * size) ** 0.5), name
+def near(deviation, leaf):
+    """The sample deviation of n normal values is off by sigma/sqrt(2n); five times that."""
+    return pytest.approx(deviation, rel=5 / (2 * leaf.size) ** 0.5)
+
+
+def test_the_other_initializer_has_one_deviation():
+    config = small.model_config(initializer="normal", initializer_range=0.05)
+    for fan_in in (9, 900):
+        kernel = parameter(config, nnx.Rngs(0), (60, 50), ("embed", "mlp"), fan_in=fan_in)[...]
+        assert float(jnp.std(kernel)) == near(0.05, kernel)

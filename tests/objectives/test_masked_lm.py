@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddrp_jax.objectives.masked_lm import masked_lm
+from ddrp_jax.objectives import masked_lm as objective
+
+masked_lm = jax.jit(objective.masked_lm)
 
 
 def draw(seed=0, shape=(3, 4, 11)):

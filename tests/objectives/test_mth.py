@@ -178,7 +178,7 @@ def pairs(hidden, probs, segment_ids):
 def test_a_zero_vector_among_three_orthogonal_ones_gives_zero():
     """Taking n from |sum u|^2 instead of the squared norms would give -1/6."""
     hidden = jnp.asarray([[[1, 0], [0, 1], [0, 0]]], jnp.float32)
-    total, weight = both(mth.token_cosine(hidden, jnp.ones((1, 3), jnp.int32)))
+    total, weight = both(token_cosine(hidden, jnp.ones((1, 3), jnp.int32)))
     assert total == pytest.approx(0, abs=1e-6)
     assert weight == 3
 
@@ -186,14 +186,14 @@ def test_a_zero_vector_among_three_orthogonal_ones_gives_zero():
 def test_token_cosines_by_hand():
     same, opposite, square = [[1, 0], [3, 0]], [[1, 0], [-2, 0]], [[1, 0], [0, 5]]
     for vectors, wanted in ((same, 1), (opposite, -1), (square, 0)):
-        pair = mth.token_cosine(jnp.asarray([vectors], jnp.float32), jnp.ones((1, 2), jnp.int32))
+        pair = token_cosine(jnp.asarray([vectors], jnp.float32), jnp.ones((1, 2), jnp.int32))
         np.testing.assert_allclose(both(pair), (2 * wanted, 2), atol=1e-6)
     # Two tokens with cosine 1, ten with 0, one alone: (2 * 1 + 10 * 0) / 12, not (1 + 0) / 2.
     hidden = np.zeros((1, 13, 10), np.float32)
     hidden[0, :2, 0] = hidden[0, 12, 0] = 1
     hidden[0, 2:12] = np.eye(10)
     segment_ids, _ = small.rows([[2, 10, 1]], 13)
-    pair = mth.token_cosine(jnp.asarray(hidden), jnp.asarray(segment_ids))
+    pair = token_cosine(jnp.asarray(hidden), jnp.asarray(segment_ids))
     np.testing.assert_allclose(both(pair), (2, 12), atol=1e-5)
 
 
@@ -204,19 +204,21 @@ def test_head_cosines_by_hand():
         # Two heads, both queries the same.
         probs = jnp.asarray(weights, jnp.float32)[None, :, None].repeat(2, axis=2)
         for unit in ("query", "map"):
-            pair = mth.head_cosine(probs, ones, unit)
+            pair = head_cosine(probs, ones, unit=unit)
             np.testing.assert_allclose(both(pair), (2 * wanted, 2), atol=1e-6)
     # Heads that agree for one query and not for the other: the units differ where norms do.
     probs = jnp.asarray([[[[1, 0], [0.5, 0.5]], [[1, 0], [0, 1]]]], jnp.float32)
-    assert both(mth.head_cosine(probs, ones, "query"))[0] == pytest.approx(1 + 2**-0.5)
-    assert both(mth.head_cosine(probs, ones, "map"))[0] == pytest.approx(2 * 1.5 / (1.5 * 2) ** 0.5)
+    assert both(head_cosine(probs, ones, unit="query"))[0] == pytest.approx(1 + 2**-0.5)
+    assert both(head_cosine(probs, ones, unit="map"))[0] == pytest.approx(
+        2 * 1.5 / (1.5 * 2) ** 0.5
+    )
 
 
 def test_a_head_without_weights_among_orthogonal_ones_gives_zero():
     """Taking the number of heads from |sum w|^2 instead of the squared norms would give -1/6."""
     probs = jnp.asarray([[[1, 0]] * 2, [[0, 1]] * 2, [[0, 0]] * 2], jnp.float32)[None]
     for unit in ("query", "map"):
-        total, _ = both(mth.head_cosine(probs, jnp.ones((1, 2), jnp.int32), unit))
+        total, _ = both(head_cosine(probs, jnp.ones((1, 2), jnp.int32), unit=unit))
         assert total == pytest.approx(0, abs=1e-6)
 
 
@@ -224,7 +226,7 @@ def test_a_head_without_weights_among_orthogonal_ones_gives_zero():
 def test_one_head_has_nothing_to_differ_from(unit):
     segment_ids, _ = small.rows([[4, 3]], LENGTH)
     probs = jnp.asarray(attention(segment_ids, heads=1))
-    assert both(mth.head_cosine(probs, jnp.asarray(segment_ids), unit)) == [0, 7]
+    assert both(head_cosine(probs, jnp.asarray(segment_ids), unit=unit)) == [0, 7]
 
 
 @pytest.mark.parametrize(("length", "wanted"), [(2, 0.8), (512, 0.4)])
@@ -232,7 +234,7 @@ def test_independent_heads_differ_less_the_shorter_the_segment(length, wanted):
     """Softmaxes of independent N(0, 1) scores; by lengths e^-1 = 0.37 at infinity."""
     segment_ids = np.ones((1 if length > 100 else 400, length), np.int32)
     probs = attention(segment_ids, heads=4)
-    total, weight = both(mth.head_cosine(jnp.asarray(probs), jnp.asarray(segment_ids)))
+    total, weight = both(head_cosine(jnp.asarray(probs), jnp.asarray(segment_ids)))
     assert total / weight == pytest.approx(wanted, abs=0.05)
 
 
@@ -246,17 +248,23 @@ def zero_and_alone():
 
 def test_gradients_are_finite_everywhere_and_zero_where_nothing_is_compared():
     """At a zero vector the gradient of dot/(norm + eps) is NaN, and no mask mends that after."""
-    hidden, segment_ids = zero_and_alone()
-    for function in (mth.token_cosine, mth.token_absolute_cosine):
-        grads = jax.grad(lambda h: function(h, jnp.asarray(segment_ids))[0])(jnp.asarray(hidden))  # noqa: B023
+    hidden, segment_ids = map(jnp.asarray, zero_and_alone())
+
+    @jax.jit
+    def all_gradients(hidden, probs):
+        def of(function, x, **options):
+            return jax.grad(lambda x: function(x, segment_ids, **options)[0])(x)
+
+        tokens = [of(f, hidden) for f in (mth.token_cosine, mth.token_absolute_cosine)]
+        return tokens, [of(mth.head_cosine, probs, unit=unit) for unit in ("query", "map")]
+
+    tokens, heads = all_gradients(hidden, jnp.zeros((4, 2, 4, 4)))
+    alone = np.asarray([[1, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1], [1, 0, 0, 1]], bool)
+    for grads in tokens:
         assert np.isfinite(grads).all()
-        compared = np.asarray(mth.has_others(jnp.asarray(segment_ids))) > 0
-        assert not np.any(grads[~compared])
+        assert not np.any(grads[alone])
         assert np.any(grads[3, 1:3])
-    no_probs = jnp.zeros((4, 2, 4, 4))
-    for unit in ("query", "map"):
-        grads = jax.grad(lambda p: mth.head_cosine(p, jnp.asarray(segment_ids), unit)[0])(no_probs)  # noqa: B023
-        assert np.isfinite(grads).all()
+    assert np.isfinite(heads).all()
 
 
 def test_a_batch_of_padding_has_no_weight_and_no_nan():
@@ -264,9 +272,9 @@ def test_a_batch_of_padding_has_no_weight_and_no_nan():
     hidden = jnp.ones((2, LENGTH, WIDTH))
     probs = jnp.full((2, HEADS, LENGTH, LENGTH), 1 / LENGTH)
     for pair in (
-        mth.token_cosine(hidden, nothing),
-        mth.token_absolute_cosine(hidden, nothing),
-        mth.head_cosine(probs, nothing),
-        mth.head_cosine(probs, nothing, "map"),
+        token_cosine(hidden, nothing),
+        token_absolute_cosine(hidden, nothing),
+        head_cosine(probs, nothing),
+        head_cosine(probs, nothing, unit="map"),
     ):
         assert both(pair) == [0, 0]
