@@ -47,9 +47,8 @@ def run(args: argparse.Namespace) -> None:
         check_installed()
 
     from ddrp_jax.interop.export import plan_export, write_export
-    from ddrp_jax.training.pretrained import load_pretrained
 
-    export = plan_export(load_pretrained(args.checkpoint))
+    export = plan_export(args.checkpoint)
     with whole_folder(args.output, marker="config.json", overwrite=False) as working:
         write_export(export, working, args.dtype)
         if args.verify:

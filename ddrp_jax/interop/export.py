@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flax import traverse_util
 
+from ddrp_jax.config import Config, from_config_dict
+from ddrp_jax.data.tokenizers import Tokenizer, load_tokenizer
 from ddrp_jax.interop import model_card
 from ddrp_jax.interop.families import FAMILIES, Family, Published, family_for
 from ddrp_jax.interop.name_tables import Part, Place, Shape, places
 from ddrp_jax.interop.tensors import WEIGHTS, write_safetensors
 from ddrp_jax.training import checkpoint
-from ddrp_jax.training.pretrained import Pretrained
 
 _MODELLING = ("configuration_ddrp.py", "modeling_ddrp.py")
 # What the library that saves a model says of itself.
@@ -29,17 +29,23 @@ class Export:
     """What an export of a checkpoint is made of.
 
     Attributes:
-        pretrained: the checkpoint's model.
+        path: the checkpoint's folder.
+        config: of the run that wrote it.
+        tokenizer: the checkpoint's.
         progress: the checkpoint's.
-        task_head: arrays of a classification head or pooler by path; perhaps none.
+        shapes: of its parameters, by path.
+        head_shapes: of a classification head or pooler, by path; perhaps none.
         family: what it is exported as.
         kind: "base", "masked_lm" or "classification".
         published: the `config.json` of the model that it was imported from, or empty.
     """
 
-    pretrained: Pretrained
+    path: Path
+    config: Config
+    tokenizer: Tokenizer
     progress: dict[str, Any]
-    task_head: dict[str, np.ndarray]
+    shapes: dict[str, Shape]
+    head_shapes: dict[str, Shape]
     family: Family
     kind: str
     published: Published
@@ -50,19 +56,39 @@ class Export:
         return self.family.architecture(self.kind)
 
 
-def plan_export(pretrained: Pretrained) -> Export:
-    """Decides what a checkpoint is exported as: what it was imported as, or a masked LM."""
-    progress = checkpoint.read_progress(pretrained.path)
+def plan_export(source: str | Path) -> Export:
+    """Decides what a checkpoint is exported as: what it was imported as, or a masked LM.
+
+    Args:
+        source: a run's folder (its newest good checkpoint), or one checkpoint's folder.
+
+    Raises:
+        UsageError: there is no checkpoint.
+        DdrpError: it is damaged.
+    """
+    path = checkpoint.find_checkpoint(source)
+    config = from_config_dict(Config, checkpoint.read_config(path), f"{path}/config.json")
+    progress = checkpoint.read_progress(path)
     imported = progress.get("imported", {})
-    task_head = checkpoint.restore_task_head(pretrained.path)
-    if Part.POOLER.value in imported.get("initialised", ()) and imported["kind"] == "base":
-        task_head = {}  # not learned: PyTorch may make one of its own
+    kind = imported.get("kind", "masked_lm")
+    head_shapes = checkpoint.task_head_shapes(path)
+    if kind == "base" and Part.POOLER.value in imported["initialised"]:
+        head_shapes = {}  # not learned: PyTorch makes one of its own
     published = imported.get("config", {})
-    family = family_for(pretrained.config.model)
+    family = family_for(config.model)
     if published and family is not FAMILIES[published["model_type"]]:
         published = {}
-    kind = imported.get("kind", "masked_lm")
-    return Export(pretrained, progress, task_head, family, kind, published)
+    return Export(
+        path=path,
+        config=config,
+        tokenizer=load_tokenizer(path / "tokenizer"),
+        progress=progress,
+        shapes={name: shape for name, (shape, _) in checkpoint.parameter_shapes(path).items()},
+        head_shapes=head_shapes,
+        family=family,
+        kind=kind,
+        published=published,
+    )
 
 
 def write_export(export: Export, folder: Path, dtype: str) -> None:
@@ -73,26 +99,29 @@ def write_export(export: Export, folder: Path, dtype: str) -> None:
     """
     config = published_config(export, dtype)
     _write_json(folder / "config.json", config)
-    named = list(_named_places(export))
+    # By our parameters, which hold the tensors of all layers.
+    named = sorted(_named_places(export), key=lambda pair: pair[1].path)
     shapes = [(name, place.shape) for name, place in named]
     write_safetensors(folder / WEIGHTS, shapes, _arrays(export, named), dtype)
-    export.pretrained.tokenizer.save(folder)
+    export.tokenizer.save(folder)
     _limit_tokenizer(export, folder)
     if "auto_map" in config:
         for file in _MODELLING:
             shutil.copyfile(Path(__file__).parent / "torch_export" / file, folder / file)
-    card = model_card.model_card(export.pretrained, export.progress, export.architecture, dtype)
+    card = model_card.model_card(
+        export.path, export.config, export.tokenizer, export.progress, export.architecture, dtype
+    )
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def published_config(export: Export, dtype: str) -> dict[str, Any]:
     """Returns the `config.json` of an export."""
     base = {k: v for k, v in export.published.items() if k not in _NOT_KEPT}
-    tokenizer = export.pretrained.tokenizer
+    tokenizer = export.tokenizer
     if not base and export.family.model_type in ("roberta", "mpnet"):
         base = {"bos_token_id": tokenizer.cls_id, "eos_token_id": tokenizer.sep_id}
-    config = export.family.write_config(export.pretrained.config.model, base)
-    labels = export.task_head["bias"].size if "bias" in export.task_head else 2
+    config = export.family.write_config(export.config.model, base)
+    (labels,) = export.head_shapes.get("bias", (2,))
     if labels != 2 and not config.get("id2label"):
         config["id2label"] = {str(label): f"LABEL_{label}" for label in range(labels)}
         config["label2id"] = {f"LABEL_{label}": label for label in range(labels)}
@@ -101,8 +130,8 @@ def published_config(export: Export, dtype: str) -> dict[str, Any]:
 
 def _named_places(export: Export) -> Iterator[tuple[str, Place]]:
     """Yields each tensor's name in the file and its place in our parameters."""
-    table, config = export.family.table, export.pretrained.config.model
-    shapes: dict[str, Shape] = {path: array.shape for path, array in _flat(export).items()}
+    table, config = export.family.table, export.config.model
+    shapes = export.shapes | export.head_shapes
     parts = table.parts[export.kind]
     has_head = export.kind != "base"
     for place in places(table, parts, shapes, config.vocab_size):
@@ -118,22 +147,22 @@ def _named_places(export: Export) -> Iterator[tuple[str, Place]]:
 
 
 def _arrays(export: Export, named: list[tuple[str, Place]]) -> Iterator[np.ndarray]:
-    flat = _flat(export)
+    """Yields each tensor; no more than one parameter of ours is held at a time."""
+    held: tuple[str, np.ndarray] | None = None
     for _, place in named:
-        if place.path:
-            ours = np.asarray(flat[place.path])[place.index]
-            yield place.row.transform.to_theirs(ours, place.shape)
-        else:
+        if not place.path:
             yield np.zeros(place.shape, np.float32)
-
-
-def _flat(export: Export) -> dict[str, Any]:
-    return traverse_util.flatten_dict(export.pretrained.params, sep="/") | export.task_head
+            continue
+        if held is None or held[0] != place.path:
+            held = None
+            item = "params" if place.path in export.shapes else "task_head"
+            held = place.path, checkpoint.restore_array(export.path, place.path, item)
+        yield place.row.transform.to_theirs(held[1][place.index], place.shape)
 
 
 def _limit_tokenizer(export: Export, folder: Path) -> None:
     """Tells the tokenizer the longest legal text, where the model has one."""
-    model = export.pretrained.config.model
+    model = export.config.model
     if model.position.has_absolute:
         path = folder / "tokenizer_config.json"
         settings = json.loads(path.read_text(encoding="utf-8"))

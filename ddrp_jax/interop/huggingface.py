@@ -260,6 +260,7 @@ def _settle_tie(config: ModelConfig, found: _Found, folder: Path) -> ModelConfig
 def _check(found: _Found, wanted: list[Place], family: Family, folder: Path) -> dict[str, str]:
     """Returns what is left over and harmless; raises one error that names all that is wrong."""
     used: set[str] = set()
+    left_out: dict[str, str] = {}
     problems = []
     for place in wanted:
         name = found.name(place)
@@ -267,13 +268,15 @@ def _check(found: _Found, wanted: list[Place], family: Family, folder: Path) -> 
             problems.append(f"missing: {place.theirs} {list(place.shape)}")
             continue
         used |= {place.theirs, place.row.copy}
-        shape = found.tensors[name].shape
+        tensor, shape = found.tensors[name], found.tensors[name].shape
+        unused = found.tensors.get(place.theirs)
+        if name != place.theirs and unused and not np.array_equal(unused.read(), tensor.read()):
+            left_out[found.names[place.theirs]] = f"PyTorch reads {found.names[name]} in its place"
         if shape != place.shape:
             problems.append(
                 f"wrong shape: {found.names[name]} is {list(shape)}, config.json asks for "
                 f"{list(place.shape)}"
             )
-    left_out = {}
     for name in sorted(found.tensors.keys() - used):
         reason = family.table.why_harmless(name)
         if reason is None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import orjson
 
 from ddrp_jax import __version__
-from ddrp_jax.config import Config, as_dict
+from ddrp_jax.config import Config, ModelConfig, as_dict
+from ddrp_jax.data.tokenizers import Tokenizer
 from ddrp_jax.training import checkpoint
-from ddrp_jax.training.evaluation import HELD_OUT
-from ddrp_jax.training.pretrained import Pretrained
 
+_HELD_OUT = "heldout"
 _MEASURES = (
     "mlm_loss",
     "mlm_accuracy",
@@ -28,26 +29,32 @@ _AUTO_CLASSES = {
 
 
 def model_card(
-    pretrained: Pretrained, progress: dict[str, Any], architecture: str, dtype: str
+    path: Path,
+    config: Config,
+    tokenizer: Tokenizer,
+    progress: dict[str, Any],
+    architecture: str,
+    dtype: str,
 ) -> str:
     """Returns the text of a model card.
 
     Args:
-        pretrained: the checkpoint's model.
+        path: the checkpoint's folder.
+        config: of the run that wrote it.
+        tokenizer: the checkpoint's.
         progress: the checkpoint's.
         architecture: the PyTorch class it is exported as.
         dtype: of the tensors.
     """
-    config = pretrained.config
     # An imported model's run is not ours to tell of.
     described = config.model if "imported" in progress else config
     sections = [
         _front_matter(architecture),
         f"# {architecture}\n\nWritten by `ddrp export` (ddrp_jax {__version__}).",
         f"## Use\n\n{_usage(architecture)}",
-        f"## Model\n\n{_table(_model_rows(pretrained, dtype))}",
+        f"## Model\n\n{_table(_model_rows(config.model, tokenizer, dtype))}",
         f"## Data and steps\n\n{_training(config, progress)}",
-        f"## Measures\n\n{_measures(pretrained, progress)}",
+        f"## Measures\n\n{_measures(path, progress)}",
         f"## Config\n\n```json\n{_json(as_dict(described))}\n```",
     ]
     return "\n\n".join(sections) + "\n"
@@ -83,8 +90,7 @@ def _usage(architecture: str) -> str:
     )
 
 
-def _model_rows(pretrained: Pretrained, dtype: str) -> list[tuple[str, Any]]:
-    model, tokenizer = pretrained.config.model, pretrained.tokenizer
+def _model_rows(model: ModelConfig, tokenizer: Tokenizer, dtype: str) -> list[tuple[str, Any]]:
     position = model.position
     positions: str = position.kind
     if position.kind in ("shaw", "ddrp"):
@@ -122,9 +128,9 @@ def _training(config: Config, progress: dict[str, Any]) -> str:
     )
 
 
-def _measures(pretrained: Pretrained, progress: dict[str, Any]) -> str:
-    values = _held_out(pretrained, progress["step"])
-    loss = checkpoint.read_loss(pretrained.path)
+def _measures(path: Path, progress: dict[str, Any]) -> str:
+    values = _held_out(path, progress["step"])
+    loss = checkpoint.read_loss(path)
     if loss is not None:
         values.setdefault("mlm_loss", loss)
     if not values:
@@ -133,13 +139,13 @@ def _measures(pretrained: Pretrained, progress: dict[str, Any]) -> str:
     return f"On the held-out rows of its records:\n\n{_table(rows)}"
 
 
-def _held_out(pretrained: Pretrained, step: int) -> dict[str, float]:
+def _held_out(path: Path, step: int) -> dict[str, float]:
     """Returns what the run's `metrics.jsonl` says of a step; a copied checkpoint has none."""
-    path = pretrained.path.parent.parent / "metrics.jsonl"
-    if pretrained.path.parent.name != "checkpoints" or not path.is_file():
+    metrics = path.parent.parent / "metrics.jsonl"
+    if path.parent.name != "checkpoints" or not metrics.is_file():
         return {}
-    lines = (orjson.loads(line) for line in path.read_bytes().split(b"\n") if line)
-    found = [line for line in lines if line["step"] == step and line["split"] == HELD_OUT]
+    lines = (orjson.loads(line) for line in metrics.read_bytes().split(b"\n") if line)
+    found = [line for line in lines if line["step"] == step and line["split"] == _HELD_OUT]
     return {k: v for k, v in found[-1].items() if isinstance(v, float)} if found else {}
 
 

@@ -16,6 +16,8 @@ from ddrp_jax.errors import DdrpError, UsageError
 from ddrp_jax.interop.export import Export
 from ddrp_jax.interop.tensors import DTYPES
 from ddrp_jax.models.heads import ClassificationHead, Pooler
+from ddrp_jax.training import checkpoint
+from ddrp_jax.training.pretrained import load_pretrained
 
 # Beside the size of the values: a wrong LayerNorm epsilon moves a real model by more.
 TOLERANCE = 5e-5
@@ -74,7 +76,7 @@ def _batch(export: Export, folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    tokenizer, model = export.pretrained.tokenizer, export.pretrained.config.model
+    tokenizer, model = export.tokenizer, export.config.model
     published = AutoTokenizer.from_pretrained(str(folder))
     rows = []
     for text in _TEXTS:
@@ -122,14 +124,14 @@ def _run_torch(
 def _run_ours(
     export: Export, ids: np.ndarray, mask: np.ndarray, dtype: str
 ) -> dict[str, np.ndarray]:
-    config: ModelConfig = export.pretrained.config.model
+    config = export.config.model
     kind = DTYPES[dtype][1]
 
     def rounded(array: Any) -> jax.Array:
         return jnp.asarray(array).astype(kind).astype(jnp.float32)
 
-    params = jax.tree.map(rounded, export.pretrained.params)
-    model = nnx.merge(export.pretrained.graphdef, params)
+    pretrained = load_pretrained(export.path)
+    model = nnx.merge(pretrained.graphdef, jax.tree.map(rounded, pretrained.params))
     positions = export.family.positions(ids, mask, config.pad_id)
     rows = (jnp.asarray(array, jnp.int32) for array in (ids, mask, positions))
     output = model.encoder(*rows, output_hidden_states=True)
@@ -137,8 +139,12 @@ def _run_ours(
     if export.kind == "masked_lm":
         logits = model.logits(output.hidden)
         outputs["logits"] = np.asarray(logits)[mask][:, : config.vocab_size]
-    elif export.task_head:
-        head = build_task_head(config, jax.tree.map(rounded, export.task_head))
+    elif export.head_shapes:
+        arrays = {
+            name: rounded(checkpoint.restore_array(export.path, name, "task_head"))
+            for name in export.head_shapes
+        }
+        head = build_task_head(config, arrays)
         is_classifier = isinstance(head, ClassificationHead)
         name = "logits" if is_classifier else "pooled"
         outputs[name] = np.asarray(head(output.hidden if is_classifier else output.hidden[:, 0]))
@@ -152,7 +158,7 @@ def build_task_head(
 
     Args:
         config: the encoder's.
-        arrays: by path, as `checkpoint.restore_task_head` gives them.
+        arrays: those of the checkpoint's item `task_head`, by path.
     """
     head: ClassificationHead | Pooler
     if "kernel" in arrays:

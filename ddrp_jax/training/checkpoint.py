@@ -253,6 +253,11 @@ def parameter_shapes(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     return {name: (leaf.shape, str(leaf.dtype)) for name, leaf in _metadata(path, "params").items()}
 
 
+def task_head_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each array of a task's head by name; none where there is no head."""
+    return {name: leaf.shape for name, leaf in _metadata(path, "task_head").items()}
+
+
 def restore(path: Path, abstract_state: Any) -> Any:
     """Reads a checkpoint's state.
 
@@ -274,15 +279,22 @@ def restore_params(path: Path, abstract_params: Any) -> Any:
     return _from_named(abstract_params, loaded)
 
 
-def restore_task_head(path: Path) -> dict[str, Any]:
-    """Reads the arrays of a task's head by name ("a/b"); empty where the checkpoint has none."""
+def restore_array(path: Path, name: str, item: str = "params") -> np.ndarray:
+    """Reads one array alone, for those who cannot hold all of them.
+
+    Args:
+        path: one checkpoint's folder, verified.
+        name: as `parameter_shapes` or `task_head_shapes` has it.
+        item: "params" or "task_head".
+    """
     from orbax.checkpoint import v1 as ocp
 
-    saved = ocp.checkpointables_metadata(path / "arrays").metadata.get("task_head")
-    if not saved:
-        return {}
-    wanted = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in saved.items()}
-    return ocp.load_checkpointables(path / "arrays", {"task_head": wanted})["task_head"]
+    leaf = _metadata(path, item)[name]
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    with context:
+        wanted = {item: {name: np.empty(leaf.shape, leaf.dtype)}}
+        return ocp.load_checkpointables(path / "arrays", wanted)[item][name]
 
 
 def _load(path: Path, wanted: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -308,7 +320,7 @@ def _check_shapes(path: Path, wanted: dict[str, Any], saved: dict[str, Any]) -> 
 def _metadata(path: Path, item: str) -> dict[str, Any]:
     from orbax.checkpoint import v1 as ocp
 
-    return ocp.checkpointables_metadata(path / "arrays").metadata[item]
+    return ocp.checkpointables_metadata(path / "arrays").metadata.get(item) or {}
 
 
 def _items(state: Any) -> dict[str, dict[str, Any]]:
