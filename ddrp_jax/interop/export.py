@@ -100,7 +100,7 @@ def write_export(export: Export, folder: Path, dtype: str) -> None:
     config = published_config(export, dtype)
     _write_json(folder / "config.json", config)
     # By our parameters, which hold the tensors of all layers.
-    named = sorted(_named_places(export), key=lambda pair: pair[1].path)
+    named = sorted(named_places(export), key=lambda pair: pair[1].path)
     shapes = [(name, place.shape) for name, place in named]
     write_safetensors(folder / WEIGHTS, shapes, _arrays(export, named), dtype)
     export.tokenizer.save(folder)
@@ -128,7 +128,7 @@ def published_config(export: Export, dtype: str) -> dict[str, Any]:
     return config | {"architectures": [export.architecture], "dtype": dtype}
 
 
-def _named_places(export: Export) -> Iterator[tuple[str, Place]]:
+def named_places(export: Export) -> Iterator[tuple[str, Place]]:
     """Yields each tensor's name in the file and its place in our parameters."""
     table, config = export.family.table, export.config.model
     shapes = export.shapes | export.head_shapes

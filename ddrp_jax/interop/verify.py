@@ -15,7 +15,7 @@ from ddrp_jax.config import ModelConfig
 from ddrp_jax.errors import DdrpError, UsageError
 from ddrp_jax.interop.export import Export
 from ddrp_jax.interop.tensors import DTYPES
-from ddrp_jax.models.heads import ClassificationHead, Pooler
+from ddrp_jax.models.heads import ClassificationHead, MaskedLM, Pooler
 from ddrp_jax.training import checkpoint
 from ddrp_jax.training.pretrained import load_pretrained
 
@@ -130,14 +130,19 @@ def _run_ours(
     def rounded(array: Any) -> jax.Array:
         return jnp.asarray(array).astype(kind).astype(jnp.float32)
 
+    @jax.jit
+    def run(model: MaskedLM, *rows: jax.Array) -> tuple[Any, Any]:
+        output = model.encoder(*rows, output_hidden_states=True)
+        logits = model.logits(output.hidden) if export.kind == "masked_lm" else None
+        return output.hidden_states, logits
+
     pretrained = load_pretrained(export.path)
     model = nnx.merge(pretrained.graphdef, jax.tree.map(rounded, pretrained.params))
     positions = export.family.positions(ids, mask, config.pad_id)
     rows = (jnp.asarray(array, jnp.int32) for array in (ids, mask, positions))
-    output = model.encoder(*rows, output_hidden_states=True)
-    outputs = {"hidden states": np.asarray(output.hidden_states)[:, mask]}
-    if export.kind == "masked_lm":
-        logits = model.logits(output.hidden)
+    hidden_states, logits = run(model, *rows)
+    outputs = {"hidden states": np.asarray(hidden_states)[:, mask]}
+    if logits is not None:
         outputs["logits"] = np.asarray(logits)[mask][:, : config.vocab_size]
     elif export.head_shapes:
         arrays = {
@@ -145,9 +150,10 @@ def _run_ours(
             for name in export.head_shapes
         }
         head = build_task_head(config, arrays)
-        is_classifier = isinstance(head, ClassificationHead)
-        name = "logits" if is_classifier else "pooled"
-        outputs[name] = np.asarray(head(output.hidden if is_classifier else output.hidden[:, 0]))
+        if isinstance(head, ClassificationHead):
+            outputs["logits"] = np.asarray(head(hidden_states[-1]))
+        else:
+            outputs["pooled"] = np.asarray(head(hidden_states[-1][:, 0]))
     return outputs
 
 

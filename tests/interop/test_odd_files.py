@@ -1,12 +1,16 @@
 """Old and odd files that are taken in, and bad ones that are refused."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import published
 import pytest
 import torch
+from flax import traverse_util
 
 from ddrp_jax import cli
 from ddrp_jax.errors import DdrpError, UsageError
@@ -33,8 +37,6 @@ def set_config(folder, **changes):
 
 
 def parameters(folder) -> dict[str, np.ndarray]:
-    from flax import traverse_util
-
     return traverse_util.flatten_dict(huggingface.read_model(folder).state.params, sep="/")
 
 
@@ -178,6 +180,13 @@ def test_pytorchs_own_file(saved, folder):
     assert_reads_as(folder, wanted)
 
 
+def test_pytorchs_own_file_needs_torch(folder, monkeypatch, capsys):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert cli.main(["import", str(folder), str(folder.parent / "out")]) == 2
+    assert "needs torch, which is not installed; 'pip install torch'" in capsys.readouterr().err
+
+
 def test_a_pickle_that_would_run_code_is_refused(folder):
     class Trap:
         def __reduce__(self):
@@ -201,10 +210,6 @@ def test_architecture_left_out_is_told_by_the_tensors(tmp_path):
 
 def test_a_model_in_the_hubs_cache(folder, tmp_path):
     """A name is looked up through the hub's client, here in its cache, without a network."""
-    import os
-    import subprocess
-    import sys
-
     commit = "0123456789" * 4
     cache = tmp_path / "hub" / "models--someone--model"
     (cache / "refs").mkdir(parents=True)
