@@ -36,7 +36,7 @@ OBJECTIVES = {
 
 def get_config(model: str = "ddrp") -> ConfigDict:
     """Returns the config of "ddrp" (DDRP + MTH) or of "absolute" (absolute positions, MLM)."""
-    schedule = ScheduleConfig(kind="linear", peak=2e-3, warmup_steps=100)
+    schedule = ScheduleConfig(kind="cosine", peak=2e-3, warmup_steps=100, end=2e-4)
     config = Config(
         model=ModelConfig(
             num_layers=4,
@@ -53,13 +53,13 @@ def get_config(model: str = "ddrp") -> ConfigDict:
             attention_dropout=0.0,
         ),
         objective=OBJECTIVES[model],
-        optimizer=OptimizerConfig(b2=0.98),
+        optimizer=OptimizerConfig(),
         stages=(
             StageConfig(
                 records="runs/demo/records",
                 length=64,
                 batch_size=32,
-                steps=1600,
+                steps=1400,
                 schedule=schedule,
             ),
         ),
