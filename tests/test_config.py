@@ -217,7 +217,7 @@ def test_every_file_of_configs_gives_a_valid_config():
     assert files
     for file in files:
         names = runpy.run_path(str(file))
-        if file.name == "go_on.py":  # asks for a checkpoint; tests/interop/test_journey.py gives it one
+        if file.name == "go_on.py":  # takes a checkpoint, which tests/interop/test_journey.py has
             continue
         config = from_config_dict(Config, names["get_config"]())
         assert isinstance(config, Config)
