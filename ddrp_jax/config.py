@@ -99,8 +99,7 @@ class ModelConfig:
     dropout: float = 0.1
     attention_dropout: float = 0.1
     # "normal" is N(0, initializer_range) everywhere (BERT's); "fan_in" is N(0, 1/fan_in) for
-    # every kernel. (Residual outputs are not made smaller: a 4 x 128 model whose outputs began at
-    # 1/sqrt(2 num_layers) of that stayed on the unigram plateau hundreds of steps longer.)
+    # every kernel.
     initializer: Literal["normal", "fan_in"] = "normal"
     initializer_range: float = 0.02
     # Computation type; parameters, norms, softmax and losses stay float32.
