@@ -144,7 +144,7 @@ class ModelConfig:
 class ObjectiveConfig:
     """MTH = MLM + token_weight * TCD + head_weight * HCD; a weight of 0 removes its term."""
 
-    # Our choice by measurement (README, "What the demo shows"); the source's weights are not known.
+    # Our choice by measurement (README, "Two commands"); the source's weights are not known.
     token_weight: float = 0.0
     head_weight: float = 0.0
     # Steps over which both weights rise linearly from 0 to their value.

@@ -20,6 +20,11 @@ from ddrp_jax.training.state import TrainState
 from ddrp_jax.training.step import Training, build_training
 
 
+def tap(probs: jax.Array) -> jax.Array:
+    """The attention statistic that keeps the maps themselves."""
+    return probs
+
+
 def model_config(position: PositionConfig | None = None, **changes) -> ModelConfig:
     """Two layers of 16, two heads, 40 words, no dropout."""
     values = {

@@ -50,7 +50,15 @@ def _load_file(config: str) -> ConfigDict:
     except TypeError as error:
         problem = "takes no argument after ':'" if argument else "needs an argument after ':'"
         raise UsageError(f"--config={config}: its get_config() {problem}") from error
-    values = get_config(*argument)
+    try:
+        values = get_config(*argument)
+    except (KeyError, ValueError) as error:
+        # What a file raises for an argument that it does not know.
+        given = f"({argument[0]!r})" if argument else "()"
+        raise UsageError(
+            f"--config={config}: get_config{given} raised {type(error).__name__}: {error}; "
+            f"the docstring of {file} tells which arguments it takes"
+        ) from error
     if not isinstance(values, ConfigDict):
         raise UsageError(
             f"--config={config}: get_config() returned {type(values).__name__}, not a ConfigDict; "

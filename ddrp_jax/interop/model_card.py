@@ -11,8 +11,8 @@ from ddrp_jax import __version__
 from ddrp_jax.config import Config, ModelConfig, as_dict
 from ddrp_jax.data.tokenizers import Tokenizer
 from ddrp_jax.training import checkpoint
+from ddrp_jax.training.evaluation import HELD_OUT
 
-_HELD_OUT = "heldout"
 _MEASURES = (
     "mlm_loss",
     "mlm_accuracy",
@@ -145,7 +145,7 @@ def _held_out(path: Path, step: int) -> dict[str, float]:
     if path.parent.name != "checkpoints" or not metrics.is_file():
         return {}
     lines = (orjson.loads(line) for line in metrics.read_bytes().split(b"\n") if line)
-    found = [line for line in lines if line["step"] == step and line["split"] == _HELD_OUT]
+    found = [line for line in lines if line["step"] == step and line["split"] == HELD_OUT]
     return {k: v for k, v in found[-1].items() if isinstance(v, float)} if found else {}
 
 

@@ -77,7 +77,8 @@ def _batch(export: Export, folder: Path) -> tuple[np.ndarray, np.ndarray]:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     tokenizer, model = export.tokenizer, export.config.model
-    published = AutoTokenizer.from_pretrained(str(folder))
+    # Even a tokenizer of a stock class makes the library read the config, and ask about its code.
+    published = AutoTokenizer.from_pretrained(str(folder), **_own_code(export))
     rows = []
     for text in _TEXTS:
         ids = [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
@@ -92,6 +93,11 @@ def _batch(export: Export, folder: Path) -> tuple[np.ndarray, np.ndarray]:
     return batch, np.arange(batch.shape[1]) < lengths[:, None]
 
 
+def _own_code(export: Export) -> dict[str, bool]:
+    """Returns the leave to run an export's code: the copy of our own that it has just written."""
+    return {"trust_remote_code": True} if export.family.model_type == "ddrp" else {}
+
+
 def _run_torch(
     export: Export, folder: Path, ids: np.ndarray, mask: np.ndarray
 ) -> dict[str, np.ndarray]:
@@ -103,9 +109,7 @@ def _run_torch(
         "masked_lm": transformers.AutoModelForMaskedLM,
         "classification": transformers.AutoModelForSequenceClassification,
     }[export.kind]
-    # The code is the copy of our own that this export has just written.
-    own_code = {"trust_remote_code": True} if export.family.model_type == "ddrp" else {}
-    model = auto.from_pretrained(str(folder), dtype=torch.float32, **own_code).eval()
+    model = auto.from_pretrained(str(folder), dtype=torch.float32, **_own_code(export)).eval()
     with torch.no_grad():
         output = model(
             input_ids=torch.tensor(ids, dtype=torch.long),

@@ -111,8 +111,3 @@ def segment_mask(segment_ids: Int[Array, "b t"]) -> Bool[Array, "b 1 t t"]:
     """Returns True where query and key are real tokens (id > 0) of the same segment."""
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
     return (same & (segment_ids > 0)[:, None, :])[:, None]
-
-
-def tap(probs: Float[Array, "b n t t"]) -> Float[Array, "b n t t"]:
-    """The statistic that keeps the attention maps themselves (analysis, tests)."""
-    return jax.lax.stop_gradient(probs)

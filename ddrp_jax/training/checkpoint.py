@@ -238,11 +238,6 @@ def read_progress(path: Path) -> dict[str, Any]:
     return orjson.loads((path / "progress.json").read_bytes())
 
 
-def read_step(path: Path) -> int:
-    """Returns the step of a checkpoint."""
-    return int(_read_manifest(path)["step"])
-
-
 def read_loss(path: Path) -> float | None:
     """Returns the held-out loss measured at a checkpoint's step, if it was."""
     return _read_manifest(path)["mlm_loss"]

@@ -86,6 +86,7 @@ def test_a_wrong_override_is_named(file, override, message):
         ("def get_config(: pass", "invalid syntax"),
         ("def get_config(): return {}", "returned dict, not a ConfigDict"),
         ("def get_config(arg): pass", "needs an argument after ':'"),
+        ("def get_config(arg='big'): return {'small': 1}[arg]", "raised KeyError: 'big'"),
     ],
 )
 def test_a_wrong_file_is_named(tmp_path, text, message):

@@ -23,7 +23,6 @@ from ddrp_jax.data.tokenizers import load_tokenizer
 from ddrp_jax.interop import huggingface
 from ddrp_jax.interop.export import named_places, plan_export, write_export
 from ddrp_jax.interop.families import FAMILIES
-from ddrp_jax.models.attention import tap
 from ddrp_jax.models.heads import MaskedLM
 from ddrp_jax.training.checkpoint import Checkpoints
 
@@ -122,7 +121,9 @@ def batch():
 
 @jax.jit
 def run_ours(model, ids, segment_ids, positions):
-    output = model.encoder(ids, segment_ids, positions, output_hidden_states=True, statistic=tap)
+    output = model.encoder(
+        ids, segment_ids, positions, output_hidden_states=True, statistic=small.tap
+    )
     return output.hidden_states, output.statistics, model.logits(output.hidden)
 
 
@@ -208,6 +209,7 @@ def test_verify_runs_the_code_that_travels(name, exported, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "hidden states: largest difference" in out
     assert "DdrpForMaskedLM" in out
+    assert "Do you wish to run" not in out  # a job without a terminal has nobody to answer
 
 
 @pytest.mark.parametrize("name", ["ddrp", "keys_and_values", "t5"])

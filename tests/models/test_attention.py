@@ -12,7 +12,7 @@ import torch
 from flax import nnx
 
 from ddrp_jax.config import PositionConfig
-from ddrp_jax.models.attention import Attention, RelativeTables, segment_mask, tap
+from ddrp_jax.models.attention import Attention, RelativeTables, segment_mask
 
 LENGTH, WIDTH, HEADS, SIZE = 6, 6, 2, 3
 SEGMENTS, POSITIONS = small.rows([[4, 2], [5], [6]], LENGTH)
@@ -110,7 +110,7 @@ def test_attention_is_that_of_a_double_loop(position):
             segment_mask(jnp.asarray(SEGMENTS)),
             jnp.asarray(POSITIONS),
             relative=nnx.merge(shared_graph, shared) if shared else None,
-            statistic=tap,
+            statistic=small.tap,
         )
 
     params, x = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), (params, x))

@@ -11,7 +11,6 @@ from flax import nnx
 
 from ddrp_jax.config import PositionConfig
 from ddrp_jax.models import ops
-from ddrp_jax.models.attention import tap
 from ddrp_jax.models.encoder import position_rows, single_segments
 from ddrp_jax.models.heads import MaskedLM
 from ddrp_jax.models.initializers import parameter
@@ -200,7 +199,9 @@ def test_hidden_states_of_every_layer(layers, norm_order):
     config = small.model_config(norm_order=norm_order, num_layers=2)
     model = small.build(config)
     rows = (BATCH["input_ids"], BATCH["segment_ids"], BATCH["positions"])
-    out = encode(model, *rows, statistic=tap, statistic_layers=layers, output_hidden_states=True)
+    out = encode(
+        model, *rows, statistic=small.tap, statistic_layers=layers, output_hidden_states=True
+    )
     assert out.hidden_states.shape == (3, 4, 12, 16)
     np.testing.assert_array_equal(out.hidden_states[-1], out.hidden)
     first = model.encoder.embeddings(*map(jnp.asarray, rows))
@@ -221,8 +222,8 @@ def test_hidden_states_of_every_layer(layers, norm_order):
 def test_one_layer_can_be_the_last():
     model = small.build(small.model_config(num_layers=1))
     rows = (BATCH["input_ids"], BATCH["segment_ids"], BATCH["positions"])
-    last = encode(model, *rows, statistic=tap, statistic_layers="last")
-    every = encode(model, *rows, statistic=tap)
+    last = encode(model, *rows, statistic=small.tap, statistic_layers="last")
+    every = encode(model, *rows, statistic=small.tap)
     np.testing.assert_allclose(last.hidden, every.hidden, atol=1e-6)
     np.testing.assert_allclose(last.statistics, every.statistics, atol=1e-6)
 
