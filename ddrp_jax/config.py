@@ -284,7 +284,7 @@ class TrainConfig:
     # 0 saves only at the end, and at a signal.
     save_every: int = 1000
     keep_last: int = 3
-    # Keeps the checkpoints with the lowest held-out mlm_loss as well.
+    # Keeps the checkpoints with the lowest held-out loss as well (mlm_loss in pre-training).
     keep_best: int = 1
     # Batches made ahead of the step, and processes that make them (0: a thread).
     prefetch: int = 16
@@ -306,12 +306,10 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """A pre-training run."""
+class RunConfig:
+    """What every run has, whatever it trains."""
 
     model: ModelConfig = ModelConfig()
-    objective: ObjectiveConfig = ObjectiveConfig()
-    masking: MaskingConfig = MaskingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     stages: tuple[StageConfig, ...] = (StageConfig(),)
     mesh: MeshConfig = MeshConfig()
@@ -335,6 +333,14 @@ class Config:
     def total_steps(self) -> int:
         """Steps of all stages together."""
         return sum(stage.steps for stage in self.stages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(RunConfig):
+    """A pre-training run."""
+
+    objective: ObjectiveConfig = ObjectiveConfig()
+    masking: MaskingConfig = MaskingConfig()
 
 
 def as_dict(config: Any) -> dict[str, Any]:

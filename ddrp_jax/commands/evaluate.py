@@ -65,6 +65,7 @@ def evaluate_checkpoint(
     from ddrp_jax.training import checkpoint as checkpoints
     from ddrp_jax.training.evaluation import evaluate, held_out_batches
     from ddrp_jax.training.pretrained import load_pretrained
+    from ddrp_jax.training.pretraining import with_loss
     from ddrp_jax.training.step import build_training
 
     corpus = open_records(records)
@@ -85,9 +86,7 @@ def evaluate_checkpoint(
     config = dataclasses.replace(config, stages=(stage,), train=train)
     training = build_training(config, 0, pretrained.mesh)
     batches = held_out_batches(corpus, tokenizer, config, 0, split=split)
-    values = evaluate(
-        training.evaluate, config.objective, pretrained.params, batches, training.batch_sharding
-    )
+    means = evaluate(training.evaluate, pretrained.params, batches, training.batch_sharding)
     return {
         "checkpoint": str(pretrained.path),
         "records": str(corpus.path),
@@ -96,7 +95,7 @@ def evaluate_checkpoint(
         "split": split,
         "rows": batches.num_rows,
         "length": stage.length,
-        **values,
+        **with_loss(means, config.objective),
         "unigram_entropy": stream.unigram_entropy,
     }
 

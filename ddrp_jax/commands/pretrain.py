@@ -43,6 +43,6 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; the status is 143 or 130 where SIGTERM or SIGINT stopped it."""
     config = load_config(args.config, args.overrides)
 
-    from ddrp_jax.training.loop import pretrain
+    from ddrp_jax.training.pretraining import pretrain
 
     return pretrain(config, args.workdir, init=args.init)

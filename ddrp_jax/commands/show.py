@@ -55,19 +55,19 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], str]:
         "step": progress["step"],
         "stage": config["stages"][progress["stage"]]["name"],
         "tokens_seen": progress["tokens_seen"],
-        "mlm_loss": checkpoint.read_loss(path),
+        "held_out_loss": checkpoint.read_loss(path),
         "bytes": _folder_size(path),
         "tokenizer": _tokenizer(path / "tokenizer"),
         "config": config,
         "parameters": parameters,
         "total_parameters": total,
     }
-    loss = result["mlm_loss"]
+    loss = result["held_out_loss"]
     summary = [
         ("checkpoint", str(path)),
         ("step", f"{progress['step']:,} (stage '{result['stage']}')"),
         ("tokens seen", f"{progress['tokens_seen']:,}"),
-        ("held-out mlm_loss", "not measured at this step" if loss is None else f"{loss:.4f}"),
+        ("held-out loss", "not measured at this step" if loss is None else f"{loss:.4f}"),
         ("size on disk", readable_size(result["bytes"])),
         ("tokenizer", _describe_tokenizer(result["tokenizer"])),
     ]

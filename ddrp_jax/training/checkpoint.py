@@ -35,7 +35,7 @@ from ddrp_jax.errors import DdrpError, UsageError
 
 _MANIFEST = "manifest.json"
 _SAVING = ".saving-"
-_FORMAT = 1
+_FORMAT = 2
 _log = logging.getLogger(__name__)
 # Orbax logs the traceback of every thread that an error passes through; the error reaches us too.
 logging.getLogger("absl").addFilter(lambda record: "_SignalingThread" not in str(record.msg))
@@ -88,7 +88,12 @@ class Checkpoints:
         return _newest_good(self.folder, self._damaged)
 
     def save(
-        self, state: Any, *, step: int, progress: Mapping[str, Any], mlm_loss: float | None = None
+        self,
+        state: Any,
+        *,
+        step: int,
+        progress: Mapping[str, Any],
+        held_out_loss: float | None = None,
     ) -> None:
         """Starts to save; returns once the arrays are copied, so the state may be changed.
 
@@ -96,7 +101,7 @@ class Checkpoints:
             state: a pytree dataclass with a field `params`, and perhaps `task_head`.
             step: its number.
             progress: plain JSON data.
-            mlm_loss: held-out loss of this very state, where it was measured.
+            held_out_loss: held-out loss of this very state, where it was measured.
 
         Raises:
             DdrpError: the save before this one failed, or this one did at once.
@@ -111,7 +116,7 @@ class Checkpoints:
         except Exception as error:
             raise self._failed(staging, error) from error
         self._pending = self._executor.submit(
-            self._finish, staging, response, step, dict(progress), mlm_loss
+            self._finish, staging, response, step, dict(progress), held_out_loss
         )
 
     def check(self) -> None:
@@ -133,14 +138,14 @@ class Checkpoints:
             self._executor.shutdown()
 
     def _finish(
-        self, staging: Path, response: Any, step: int, progress: Any, mlm_loss: float | None
+        self, staging: Path, response: Any, step: int, progress: Any, held_out_loss: float | None
     ) -> None:
         try:
             response.result()
             (staging / "config.json").write_bytes(_json(self._config))
             (staging / "progress.json").write_bytes(_json(progress))
             self._tokenizer.save(staging / "tokenizer")
-            _write_manifest(staging, step, mlm_loss)
+            _write_manifest(staging, step, held_out_loss)
             target = self.folder / str(step)
             if target.exists():  # found damaged, or it would have been resumed from
                 shutil.rmtree(target)
@@ -156,7 +161,7 @@ class Checkpoints:
         losses: dict[Path, float] = {}
         for path in _step_folders(self.folder):
             try:
-                loss = _read_manifest(path)["mlm_loss"]
+                loss = _read_manifest(path)["held_out_loss"]
             except DamagedError:
                 continue  # not ours to delete, and not to be counted as kept
             if path not in self._damaged:
@@ -240,7 +245,7 @@ def read_progress(path: Path) -> dict[str, Any]:
 
 def read_loss(path: Path) -> float | None:
     """Returns the held-out loss measured at a checkpoint's step, if it was."""
-    return _read_manifest(path)["mlm_loss"]
+    return _read_manifest(path)["held_out_loss"]
 
 
 def parameter_shapes(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -371,7 +376,7 @@ def _newest_good(folder: Path, damaged: set[Path]) -> Path | None:
     return None
 
 
-def _write_manifest(folder: Path, step: int, mlm_loss: float | None) -> None:
+def _write_manifest(folder: Path, step: int, held_out_loss: float | None) -> None:
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         digest = _digest(path)
@@ -381,7 +386,7 @@ def _write_manifest(folder: Path, step: int, mlm_loss: float | None) -> None:
             "size": path.stat().st_size,
             "sha256": digest,
         }
-    body = {"format": _FORMAT, "step": step, "mlm_loss": mlm_loss, "files": files}
+    body = {"format": _FORMAT, "step": step, "held_out_loss": held_out_loss, "files": files}
     manifest = {"sha256": hashlib.sha256(_json(body)).hexdigest(), "manifest": body}
     (folder / _MANIFEST).write_bytes(_json(manifest))
     _sync(folder / _MANIFEST)

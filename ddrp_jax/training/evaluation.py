@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from ddrp_jax.config import Config, ObjectiveConfig
+from ddrp_jax.config import Config
 from ddrp_jax.data import pipeline
 from ddrp_jax.data.records import Records
 from ddrp_jax.data.tokenizers import Tokenizer
@@ -45,7 +45,6 @@ def held_out_batches(
 
 def evaluate(
     function: Callable[[Any, dict[str, jax.Array]], Mapping[str, Any]],
-    objective: ObjectiveConfig,
     params: Any,
     batches: Iterable[Mapping[str, np.ndarray]],
     where: NamedSharding,
@@ -54,13 +53,12 @@ def evaluate(
 
     Args:
         function: `Training.evaluate`.
-        objective: weights of the loss.
         params: the model's.
         batches: held-out rows.
         where: sharding of a batch.
 
     Returns:
-        Losses, accuracy and similarities by name; NaN where there was nothing to measure.
+        What `function` measures, by name; NaN where there was nothing to measure.
     """
     totals: dict[str, np.ndarray] = {}
     for batch in batches:
@@ -68,19 +66,7 @@ def evaluate(
         for name, pair in sums.items():
             total = np.asarray(pair, np.float64)
             totals[name] = totals[name] + total if name in totals else total
-    means = {name: mean(total) for name, total in totals.items()}
-    if means:
-        heads = means["head_cosine"]
-        if objective.head_layers == "last":
-            heads = means["head_cosine_by_layer"][-1]
-        means["loss"] = means["mlm_loss"]
-        for weight, cosine in (
-            (objective.token_weight, means["token_cosine"]),
-            (objective.head_weight, heads),
-        ):
-            # 0 * NaN would spoil the loss of rows that have nothing to compare.
-            means["loss"] += weight * cosine if weight else 0.0
-    return means
+    return {name: mean(total) for name, total in totals.items()}
 
 
 def put(batch: Mapping[str, np.ndarray], where: NamedSharding) -> dict[str, jax.Array]:

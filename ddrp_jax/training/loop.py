@@ -1,4 +1,4 @@
-"""The pre-training run, from the checks before the first compilation to the last checkpoint.
+"""A training run, from the checks before the first compilation to the last checkpoint.
 
 The order in the loop is the argument for exact resume: evaluate on the old state, save, take the
 next batch, step, log the previous step's metrics. The batch iterator advances only after the save,
@@ -21,53 +21,45 @@ import numpy as np
 import orjson
 from jax.sharding import Mesh
 
-from ddrp_jax.config import Config, StageConfig, as_dict
-from ddrp_jax.data import pipeline
-from ddrp_jax.data.masking import Masker
-from ddrp_jax.data.records import Records, check_records, open_records
-from ddrp_jax.data.tokenizers import Tokenizer, load_tokenizer
+from ddrp_jax.config import RunConfig, StageConfig, as_dict
 from ddrp_jax.errors import DdrpError, UsageError
 from ddrp_jax.training import checkpoint, metrics, resume, sharding
-from ddrp_jax.training.evaluation import HELD_OUT, evaluate, held_out_batches, mean, put
+from ddrp_jax.training.evaluation import HELD_OUT, evaluate, mean, put
 from ddrp_jax.training.preemption import StopSignal
 from ddrp_jax.training.state import TrainState
-from ddrp_jax.training.step import Training, build_training
+from ddrp_jax.training.step import Training
+from ddrp_jax.training.task import Batches, Task
 
 
-def pretrain(config: Config, workdir: Path, *, init: Path | None = None) -> int:
+def train(task: Task, workdir: Path, *, origin: str = "") -> int:
     """Trains, or goes on from the newest good checkpoint in `workdir`.
 
     Args:
-        config: the run.
+        task: the model, its data and its measures.
         workdir: the run's folder, made if absent: `config.json`, `metrics.jsonl`,
             `tensorboard/`, `checkpoints/<step>/`.
-        init: a checkpoint whose parameters a fresh run starts from; a run that has checkpoints of
-            its own goes on from those.
+        origin: where the task's initial parameters come from, for a message.
 
     Returns:
         Exit status: 0, or 128 + the number of the signal that stopped the run.
 
     Raises:
         UsageError: the config cannot be right, or may not change on resume.
-        DdrpError: bad records, no usable checkpoint, a full disk, a loss that is not finite.
+        DdrpError: bad data, no usable checkpoint, a full disk, a loss that is not finite.
     """
-    corpora = [_open(stage.records, index) for index, stage in enumerate(config.stages)]
-    tokenizer = corpora[0].tokenizer()
-    config = resolve(config, tokenizer)
-    for records in corpora:
-        check_records(records, tokenizer.fingerprint, config.model.vocab_size)
+    config = task.config
     mesh = sharding.make_mesh(config.mesh)
-    _check_stages(config, tokenizer, mesh)
+    _check_batches(config, mesh)
     metrics.check_wandb(config.train.wandb)
     is_fresh = not checkpoint.has_checkpoints(workdir / "checkpoints")
-    # Before anything is written: a wrong --init leaves no folder behind.
-    init_params = _init_params(init, config, corpora[0], mesh) if init and is_fresh else None
+    # Before anything is written: a wrong start leaves no folder behind.
+    init_params = task.init_params(mesh) if is_fresh else None
 
     workdir.mkdir(parents=True, exist_ok=True)
     checkpoints = checkpoint.Checkpoints(
         workdir / "checkpoints",
         config=as_dict(config),
-        tokenizer=tokenizer,
+        tokenizer=task.tokenizer,
         keep_last=config.train.keep_last,
         keep_best=config.train.keep_best,
     )
@@ -84,43 +76,24 @@ def pretrain(config: Config, workdir: Path, *, init: Path | None = None) -> int:
         changes: list[str] = []
         if found is not None:
             progress = checkpoint.read_progress(found)
-            check_tokenizer(corpora[0], found)
+            task.check_checkpoint(found)
             saved_config = checkpoint.read_config(found)
             changes = resume.check_resume(saved_config, config, progress["step"])
         _write_json(workdir / "config.json", as_dict(config))
         metrics.cut_back(workdir, progress["step"])
-        run = _Run(config, workdir, mesh, corpora, tokenizer, checkpoints, progress)
+        run = _Run(task, workdir, mesh, checkpoints, progress)
         with contextlib.closing(run):
             if found is not None:
                 run.screen.say(f"resuming from step {run.step}: {found}")
                 for change in changes:
                     run.screen.say(change)
             elif init_params is not None:
-                run.screen.say(f"starting from the parameters of {init}")
+                run.screen.say(f"starting from the parameters of {origin}")
             return run.train(lambda training: _first_state(training, config, found, init_params))
 
 
-def resolve(config: Config, tokenizer: Tokenizer) -> Config:
-    """Returns the config with what the tokenizer decides filled in."""
-    model = dataclasses.replace(
-        config.model,
-        vocab_size=config.model.vocab_size or tokenizer.vocab_size,
-        pad_id=tokenizer.pad_id,
-    )
-    return dataclasses.replace(config, model=model)
-
-
-def check_tokenizer(records: Records, path: Path) -> None:
-    """Raises UsageError unless the records were made with the tokenizer of a checkpoint."""
-    if load_tokenizer(path / "tokenizer").fingerprint != records.tokenizer_fingerprint:
-        raise UsageError(
-            f"records {str(records.path)!r} were made with another tokenizer than checkpoint "
-            f"{path}; run 'ddrp prepare' with '--tokenizer {path / 'tokenizer'}'"
-        )
-
-
 def _first_state(
-    training: Training, config: Config, found: Path | None, init_params: Any
+    training: Training, config: RunConfig, found: Path | None, init_params: Any
 ) -> TrainState:
     if found is not None:
         return checkpoint.restore(found, training.abstract_state)
@@ -128,31 +101,16 @@ def _first_state(
     return state if init_params is None else dataclasses.replace(state, params=init_params)
 
 
-def _init_params(init: Path, config: Config, records: Records, mesh: Mesh) -> Any:
-    path = checkpoint.find_checkpoint(init)
-    check_tokenizer(records, path)
-    return checkpoint.restore_params(path, build_training(config, 0, mesh).abstract_state.params)
-
-
-def _check_stages(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> None:
+def _check_batches(config: RunConfig, mesh: Mesh) -> None:
     """Finds what would stop a later stage before the first one starts."""
     for stage in config.stages:
         sharding.check_batch(stage, mesh)
-        Masker(config.masking, tokenizer, stage.length)
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
     if config.train.eval_batch_size % ways:
         raise UsageError(
             f"config.train.eval_batch_size={config.train.eval_batch_size}: expected a multiple of "
             f"the {ways} devices that rows are divided over"
         )
-
-
-def _open(path: str, index: int) -> Records:
-    if not path:
-        raise UsageError(
-            f"config.stages[{index}].records='': name a folder that 'ddrp prepare' wrote"
-        )
-    return open_records(path)
 
 
 def _write_json(path: Path, data: Any) -> None:
@@ -173,15 +131,15 @@ class _Stage:
         index: its place in the config.
         begin: steps of all stages before it.
         config: the stage.
-        records: what it trains on.
+        source: the folder that its rows come from.
         training: its compiled functions.
-        held_out: batches to measure on, or None where its records hold nothing out.
+        held_out: batches to measure on, or None where nothing is held out.
     """
 
     index: int
     begin: int
     config: StageConfig
-    records: Records
+    source: Path
     training: Training
     held_out: Any
 
@@ -202,29 +160,25 @@ class _Run:
     """One process's life of a run.
 
     Args:
-        config: resolved.
+        task: what is trained.
         workdir: the run's folder.
         mesh: devices.
-        corpora: the records of each stage.
-        tokenizer: of all of them.
         checkpoints: of this run.
         progress: of the checkpoint that it goes on from, or that of step 0.
     """
 
     def __init__(
         self,
-        config: Config,
+        task: Task,
         workdir: Path,
         mesh: Mesh,
-        corpora: list[Records],
-        tokenizer: Tokenizer,
         checkpoints: checkpoint.Checkpoints,
         progress: Mapping[str, Any],
     ):
+        config = task.config
+        self.task = task
         self.config = config
         self.mesh = mesh
-        self.corpora = corpora
-        self.tokenizer = tokenizer
         self.checkpoints = checkpoints
         self.step: int = progress["step"]
         self.saved_step = self.step if progress["iterator"] is not None else None
@@ -278,24 +232,21 @@ class _Run:
         return 0
 
     def _stage(self, index: int, begin: int) -> _Stage:
-        records, config = self.corpora[index], self.config
-        held_out = None
-        if HELD_OUT in records.splits:
-            held_out = held_out_batches(records, self.tokenizer, config, index)
-        else:
+        source, held_out = self.task.source(index), self.task.held_out(index)
+        if held_out is None:
             self.screen.say(
-                f"{records.path} holds nothing out, so nothing is evaluated; "
-                "'ddrp prepare --holdout 0.5%' does"
+                f"{source} holds nothing out, so nothing is evaluated; --holdout of the command "
+                "that made it does"
             )
-        training = build_training(config, index, self.mesh)
-        return _Stage(index, begin, config.stages[index], records, training, held_out)
+        training = self.task.training(index, self.mesh)
+        return _Stage(index, begin, self.config.stages[index], source, training, held_out)
 
     def _train_stage(self, now: _Stage, state: TrainState, stop: StopSignal) -> TrainState:
         train = self.config.train
         end = now.begin + now.config.steps
         previous: _Step | None = None
         stopping = False
-        with contextlib.closing(self._batches(now, self.step)) as batches:
+        with contextlib.closing(self.task.batches(now.index, self.step - now.begin)) as batches:
             if self.iterator[0] == now.index and self.iterator[1] is not None:
                 batches.set_state(self.iterator[1])
             while self.step < end and not stopping:
@@ -325,7 +276,8 @@ class _Run:
         similarities: Mapping[str, Any] = {}
         with jax.transfer_guard("disallow"):
             placed = put(batch, training.batch_sharding)
-            if _is_due(number, self.config.train.representations_every):
+            due = _is_due(number, self.config.train.representations_every)
+            if due and training.representations is not None:
                 similarities = self._call(training.representations, state.params, placed)
             state, values = self._call(training.train_step, state, placed)
         before = self.tokens_seen
@@ -374,13 +326,13 @@ class _Run:
             return None
         with self.chrono.spend("evaluating"):
             function = functools.partial(self._call, now.training.evaluate)
-            objective, where = self.config.objective, now.training.batch_sharding
-            values = evaluate(function, objective, params, now.held_out, where)
+            means = evaluate(function, params, now.held_out, now.training.batch_sharding)
+            values = self.task.measures(means)
         self._write(self.step, HELD_OUT, values | {"tokens_seen": self.tokens_seen})
-        loss = values.get("mlm_loss", math.nan)
+        loss = values.get(self.task.criterion, math.nan)
         return loss if math.isfinite(loss) else None
 
-    def _save(self, now: _Stage, state: TrainState, batches: Any, loss: float | None) -> None:
+    def _save(self, now: _Stage, state: TrainState, batches: Batches, loss: float | None) -> None:
         with self.chrono.spend("saving"):
             progress = {
                 "step": self.step,
@@ -389,7 +341,7 @@ class _Run:
                 "tokens_seen": self.tokens_seen,
                 "seconds": self.chrono.seconds,
             }
-            self.checkpoints.save(state, step=self.step, progress=progress, mlm_loss=loss)
+            self.checkpoints.save(state, step=self.step, progress=progress, held_out_loss=loss)
         self.saved_step = self.step
 
     def _stop_unhealthy(
@@ -399,31 +351,16 @@ class _Run:
         if self.saved_step != self.step:
             # The guard kept the parameters; the batches have gone on and are built again.
             good = dataclasses.replace(state, healthy=jnp.ones_like(state.healthy))
-            with contextlib.closing(self._batches(now, self.step)) as batches:
+            with contextlib.closing(self.task.batches(now.index, self.step - now.begin)) as batches:
                 self._save(now, good, batches, None)
             self.checkpoints.wait()
         where = self.checkpoints.folder / str(self.step)
         rows = ", ".join(str(row) for row in step.rows if row >= 0)
         raise DdrpError(
             f"step {step.number}: loss {values['loss']} or gradient norm {values['grad_norm']} is "
-            f"not finite, in stage '{now.config.name}', rows {rows} of {now.records.path}; "
+            f"not finite, in stage '{now.config.name}', rows {rows} of {now.source}; "
             f"the state before it is saved as {where}. The same command would end here again: "
             f"start a new run with --init {where} and a lower schedule.peak or optimizer.clip_norm"
-        )
-
-    def _batches(self, now: _Stage, step: int) -> Any:
-        train = self.config.train
-        return pipeline.train_batches(
-            now.records,
-            self.tokenizer,
-            now.config,
-            self.config.masking,
-            seed=train.seed,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
-            start_step=step - now.begin,
-            prefetch=train.prefetch,
-            workers=train.workers,
         )
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,14 +35,28 @@ def parameter_paths(params: Any) -> Any:
     )
 
 
-def make_optimizer(config: OptimizerConfig, params: Any) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimizerConfig, params: Any, is_frozen: Callable[[str], bool] = lambda path: False
+) -> optax.GradientTransformation:
     """Returns the transformation from gradients to a step of learning rate 1, not yet negated.
 
     Args:
         config: which optimiser.
         params: tree of plain dicts of (abstract) arrays, for the names that decide on decay.
+        is_frozen: whether the parameter at a path never changes; it gets no moments, and its
+            gradient has to be zero.
     """
     paths = parameter_paths(params)
+    trained = jax.tree.map(lambda path: not is_frozen(path), paths)
+    if not all(jax.tree.leaves(trained)):
+        paths = jax.tree.map(
+            lambda path, kept: path if kept else optax.MaskedNode(), paths, trained
+        )
+        return optax.masked(_chain(config, paths), trained)
+    return _chain(config, paths)
+
+
+def _chain(config: OptimizerConfig, paths: Any) -> optax.GradientTransformation:
     decayed = jax.tree.map(lambda path: is_decayed(path, config), paths)
     parts = [
         optax.scale_by_adam(config.b1, config.b2, config.eps),

@@ -53,7 +53,9 @@ def load_pretrained(path: str | Path) -> Pretrained:
     folder = checkpoint.find_checkpoint(path)
     config = from_config_dict(Config, checkpoint.read_config(folder), f"{folder}/config.json")
     mesh = make_mesh(MeshConfig())
-    graphdef, shapes, shardings = abstract_model(config.model, mesh)
+    graphdef, shapes, shardings = abstract_model(
+        lambda rngs: MaskedLM(config.model, rngs=rngs), mesh
+    )
     abstract_params = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         shapes,

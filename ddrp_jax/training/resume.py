@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ddrp_jax.config import Config, as_dict, from_config_dict
+from ddrp_jax.config import RunConfig, as_dict, from_config_dict
 from ddrp_jax.errors import DdrpError, UsageError
 
 # The number of steps, what is logged, evaluated and saved, and how batches are made ahead: none
@@ -32,7 +32,7 @@ MAY_CHANGE = (
 )
 
 
-def check_resume(saved: Mapping[str, Any], config: Config, step: int) -> list[str]:
+def check_resume(saved: Mapping[str, Any], config: RunConfig, step: int) -> list[str]:
     """Checks that a run saved at `step` may go on with `config`.
 
     Args:
@@ -47,7 +47,7 @@ def check_resume(saved: Mapping[str, Any], config: Config, step: int) -> list[st
         UsageError: a field differs that may not, or a stage would end before `step`; shows both
             values of every such field.
     """
-    before = from_config_dict(Config, saved, "the checkpoint's config")
+    before = from_config_dict(type(config), saved, "the checkpoint's config")
     old, new = _leaves(as_dict(before)), _leaves(as_dict(config))
     begin, finished = 0, set()
     for index, stage in enumerate(before.stages):

@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from ddrp_jax.config import Config, ModelConfig, ObjectiveConfig
+from ddrp_jax.config import Config, ObjectiveConfig, RunConfig
 from ddrp_jax.models import ops
 from ddrp_jax.models.heads import MaskedLM
 from ddrp_jax.objectives import masked_lm, mth
@@ -34,8 +34,9 @@ class Training:
         abstract_state: shapes, types and shardings of a state.
         batch_sharding: where rows of a batch live.
         train_step: `(state, batch) -> (state, metrics)`; takes the state's memory.
-        evaluate: `(params, batch) -> {name: (sum, weight)}` of the losses and similarities.
-        representations: `(params, batch) -> {name: (sum, weight)}` of the similarities alone.
+        evaluate: `(params, batch) -> {name: (sum, weight)}` of what is measured on held-out rows.
+        representations: `(params, batch) -> {name: (sum, weight)}` of the similarities alone, or
+            None where the objective has none.
     """
 
     init: Callable[[int], TrainState]
@@ -43,25 +44,56 @@ class Training:
     batch_sharding: jax.sharding.NamedSharding
     train_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[[Any, Batch], Sums]
-    representations: Callable[[Any, Batch], Sums]
+    representations: Callable[[Any, Batch], Sums] | None
 
 
-def build_training(config: Config, stage_index: int, mesh: Mesh) -> Training:
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What a run trains and by which loss; `build_training` does the rest.
+
+    Attributes:
+        create: makes the model, from `nnx.Rngs`.
+        loss: `(model, microbatch, dropout keys, whole batch, step) -> (loss, metrics)`, where every
+            term is a sum over the microbatch divided by its weight over the whole batch.
+        evaluate, representations: as in `Training`, of the model in place of its parameters.
+        is_frozen: whether the parameter at a path ("student/encoder/...") never changes. The loss
+            stops its gradient; here it gets no moments and no decay.
+    """
+
+    create: Callable[[nnx.Rngs], nnx.Module]
+    loss: Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
+    evaluate: Callable[[Any, Batch], Sums]
+    representations: Callable[[Any, Batch], Sums] | None = None
+    is_frozen: Callable[[str], bool] = lambda path: False
+
+
+def build_training(
+    config: RunConfig, stage_index: int, mesh: Mesh, objective: Objective | None = None
+) -> Training:
     """Builds the functions of stage `stage_index`; nothing compiles before they are called.
+
+    Args:
+        config: the run.
+        stage_index: which of its stages.
+        mesh: devices.
+        objective: what to train; that of a pre-training config if None.
 
     Raises:
         UsageError: a batch that does not divide over the mesh.
     """
+    if objective is None:
+        assert isinstance(config, Config), "another kind of run names its objective"
+        objective = pretraining(config)
     stage = config.stages[stage_index]
     sharding.check_batch(stage, mesh)
-    graphdef, abstract_params, shardings = abstract_model(config.model, mesh)
-    optimizer = make_optimizer(config.optimizer, abstract_params)
+    graphdef, abstract_params, shardings = abstract_model(objective.create, mesh)
+    optimizer = make_optimizer(config.optimizer, abstract_params, objective.is_frozen)
     first_step = sum(earlier.steps for earlier in config.stages[:stage_index])
     rows = sharding.batch_sharding(mesh)
     whole = sharding.replicated(mesh)
 
     def create(seed: jax.Array) -> TrainState:
-        model = MaskedLM(config.model, rngs=nnx.Rngs(jax.random.key(seed)))
+        model = objective.create(nnx.Rngs(jax.random.key(seed)))
         params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
         return TrainState(jnp.int32(0), params, optimizer.init(params), jnp.bool_(True))
 
@@ -91,8 +123,10 @@ def build_training(config: Config, stage_index: int, mesh: Mesh) -> Training:
             state.step.astype(jnp.uint32),
             jnp.arange(stage.batch_size, dtype=jnp.uint32),
         )
-        weights = objective_weights(config.objective, state.step)
-        loss_of = functools.partial(_loss, graphdef, config.objective, weights)
+
+        def loss_of(params: Any, *arguments: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+            return objective.loss(nnx.merge(graphdef, params), *arguments, state.step)
+
         grads, metrics = accumulate(loss_of, state.params, batch, keys, stage.accumulation)
         rate = learning_rate(stage.schedule, stage.steps, state.step - first_step)
         norm = optax.tree.norm(grads)
@@ -109,15 +143,14 @@ def build_training(config: Config, stage_index: int, mesh: Mesh) -> Training:
         )
         return state, metrics | {"grad_norm": norm, "learning_rate": rate, "finite": keep}
 
-    def evaluate(params: Any, batch: Batch) -> Sums:
-        model = nnx.merge(graphdef, params)
-        sums, hidden = _similarities(model, config.objective.head_unit, batch)
-        logits = model.logits(hidden, batch["predict_positions"])
-        return sums | masked_lm.masked_lm(logits, batch["predict_ids"], batch["predict_weights"])
+    def measured(function: Callable[[Any, Batch], Sums]) -> Callable[[Any, Batch], Sums]:
+        return jax.jit(
+            lambda params, batch: function(nnx.merge(graphdef, params), batch),
+            in_shardings=(shardings, rows),
+            out_shardings=whole,
+        )
 
-    def representations(params: Any, batch: Batch) -> Sums:
-        return _similarities(nnx.merge(graphdef, params), config.objective.head_unit, batch)[0]
-
+    represented = objective.representations
     return Training(
         init=jax.jit(create, out_shardings=state_shardings),
         abstract_state=abstract_state,
@@ -128,21 +161,36 @@ def build_training(config: Config, stage_index: int, mesh: Mesh) -> Training:
             out_shardings=(state_shardings, whole),
             donate_argnums=0,
         ),
-        evaluate=jax.jit(evaluate, in_shardings=(shardings, rows), out_shardings=whole),
-        representations=jax.jit(
-            representations, in_shardings=(shardings, rows), out_shardings=whole
-        ),
+        evaluate=measured(objective.evaluate),
+        representations=measured(represented) if represented is not None else None,
     )
 
 
-def abstract_model(config: ModelConfig, mesh: Mesh) -> tuple[Any, Any, Any]:
+def abstract_model(create: Callable[[nnx.Rngs], nnx.Module], mesh: Mesh) -> tuple[Any, Any, Any]:
     """Returns the model's graph, its parameters' shapes and their shardings, as plain dicts."""
-    model = nnx.eval_shape(lambda: MaskedLM(config, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: create(nnx.Rngs(0)))
     graphdef, state = nnx.split(model)
     return (
         graphdef,
         nnx.to_pure_dict(state),
         nnx.to_pure_dict(sharding.parameter_shardings(state, mesh)),
+    )
+
+
+def pretraining(config: Config) -> Objective:
+    """Returns the objective of a pre-training run: MLM, and the regularisers that are on."""
+    unit = config.objective.head_unit
+
+    def evaluate(model: MaskedLM, batch: Batch) -> Sums:
+        sums, hidden = _similarities(model, unit, batch)
+        logits = model.logits(hidden, batch["predict_positions"])
+        return sums | masked_lm.masked_lm(logits, batch["predict_ids"], batch["predict_weights"])
+
+    return Objective(
+        create=lambda rngs: MaskedLM(config.model, rngs=rngs),
+        loss=functools.partial(_loss, config.objective),
+        evaluate=evaluate,
+        representations=lambda model, batch: _similarities(model, unit, batch)[0],
     )
 
 
@@ -203,15 +251,14 @@ def accumulate(
 
 
 def _loss(
-    graphdef: Any,
     objective: ObjectiveConfig,
-    weights: dict[str, jax.Array],
-    params: Any,
+    model: MaskedLM,
     batch: Batch,
     keys: jax.Array,
     whole_batch: Batch,
+    step: jax.Array,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    model = nnx.merge(graphdef, params)
+    weights = objective_weights(objective, step)
     statistic = None
     if "head_cosine" in weights:
         statistic = functools.partial(

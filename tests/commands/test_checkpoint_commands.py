@@ -111,7 +111,7 @@ def test_show_a_checkpoint(run):
     lines = [line.split() for line in result.stdout.splitlines()]
     assert ["total", f"{shown['total_parameters']:,}"] in lines
     assert ["config.model.num_layers", "2"] in lines
-    assert ["held-out", "mlm_loss", f"{shown['mlm_loss']:.4f}"] in lines
+    assert ["held-out", "loss", f"{shown['held_out_loss']:.4f}"] in lines
 
 
 def test_show_records(tiny_records):

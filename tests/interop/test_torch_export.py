@@ -101,7 +101,7 @@ def export(model, config, folder):
     )
     progress = {"step": 10, "tokens_seen": 960, "seconds": {}, "stage": 0, "iterator": None}
     state = huggingface.ImportedState(nnx.to_pure_dict(nnx.state(model)), {})
-    checkpoints.save(state, step=10, progress=progress, mlm_loss=3.25)
+    checkpoints.save(state, step=10, progress=progress, held_out_loss=3.25)
     checkpoints.close()
     (folder / "exported").mkdir()
     write_export(plan_export(folder / "run"), folder / "exported", "float32")

@@ -58,7 +58,7 @@ def checkpoints(tmp_path):
 
 
 def save(checkpoints, step, loss=None):
-    checkpoints.save(make_state(step), step=step, progress={"step": step}, mlm_loss=loss)
+    checkpoints.save(make_state(step), step=step, progress={"step": step}, held_out_loss=loss)
     checkpoints.wait()
 
 

@@ -15,8 +15,8 @@ from ddrp_jax.data.pipeline import train_batches
 from ddrp_jax.data.records import open_records
 from ddrp_jax.errors import DdrpError, UsageError
 from ddrp_jax.training import checkpoint
-from ddrp_jax.training.loop import pretrain
 from ddrp_jax.training.pretrained import load_pretrained
+from ddrp_jax.training.pretraining import pretrain
 
 # One set of numbers for all short runs, so that they share their compiled step.
 SHORT = ["--config.stages[0].steps=4", "--config.train.eval_every=0"]

@@ -14,6 +14,7 @@ from ddrp_jax.data.pipeline import train_batches
 from ddrp_jax.data.records import open_records
 from ddrp_jax.training import checkpoint
 from ddrp_jax.training.evaluation import evaluate, held_out_batches
+from ddrp_jax.training.pretraining import with_loss
 from ddrp_jax.training.sharding import batch_sharding, make_mesh
 
 
@@ -139,7 +140,7 @@ def test_means_are_over_all_tokens_of_all_batches():
     layers = [sum(value for part in cosine_ln for value in part[layer]) / 14 for layer in (0, 1)]
     for head_layers, cosine in (("all", sum(layers) / 2), ("last", layers[1])):
         objective = ObjectiveConfig(head_weight=0.5, head_layers=head_layers)
-        means = evaluate(function, objective, None, batches, where)
+        means = with_loss(evaluate(function, None, batches, where), objective)
         np.testing.assert_allclose(means["mlm_loss"], mlm, rtol=1e-6)
         np.testing.assert_allclose(means["head_cosine_by_layer"], layers, rtol=1e-6)
         np.testing.assert_allclose(means["loss"], mlm + 0.5 * cosine, rtol=1e-6)
