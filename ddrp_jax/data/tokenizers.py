@@ -79,6 +79,10 @@ class Tokenizer(abc.ABC):
         """Returns the ids of `text`, without special tokens."""
         return self.encode_batch([text])[0]
 
+    def encode_following(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the ids of texts that go on right behind a token, such as a mask."""
+        return self.encode_batch(texts)
+
     def encode_with_special(self, text: str) -> list[int]:
         """Returns CLS, the ids of `text`, SEP; each spelling of the mask becomes the mask token."""
         first, *others = text.split(self.mask_token)
@@ -86,14 +90,11 @@ class Tokenizer(abc.ABC):
         for i, part in enumerate(others):
             if i + 1 < len(others):
                 part = self._before_mask(part)
-            ids += [self.mask_id, *self._encode_after_mask(part)]
+            ids += [self.mask_id, *self.encode_following([part])[0]]
         return [*ids, self.sep_id]
 
     def _before_mask(self, text: str) -> str:
         return text.rstrip() if self.mask_takes_space else text
-
-    def _encode_after_mask(self, text: str) -> list[int]:
-        return self.encode(text)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -162,10 +163,13 @@ class SentencePieceTokenizer(Tokenizer):
         names = {f"{role}_token": self.id_to_token(getattr(self, f"{role}_id")) for role in ROLES}
         _write_transformers_files(folder, names, ["input_ids", "attention_mask"])
 
-    def _encode_after_mask(self, text: str) -> list[int]:
-        if text[:1].isspace():
-            return self.encode(text)
-        return self._continuation.encode(text, out_type=int)
+    def encode_following(self, texts: Sequence[str]) -> list[list[int]]:
+        return [
+            (self._processor if text[:1].isspace() else self._continuation).encode(
+                text, out_type=int
+            )
+            for text in texts
+        ]
 
 
 class PublishedTokenizer(Tokenizer):
