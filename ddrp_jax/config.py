@@ -69,9 +69,40 @@ class PositionConfig:
         return self.kind == "absolute" or self.add_absolute
 
 
+# A model with a decoder is BART, and PyTorch's BART has no other values of these.
+_WITH_DECODER: dict[str, Any] = {
+    "norm_order": "post",
+    "embedding_norm": True,
+    "token_types": 0,
+    "position_offset": 2,
+    "tied_head": True,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """A decoder on the encoder (BART); its width, heads and hidden units are the encoder's."""
+
+    # 0 is an encoder alone.
+    num_layers: int = 0
+    # Word vectors, the encoder's and the decoder's, times sqrt(hidden_size).
+    scale_embedding: bool = False
+    # What the decoder reads first, and what ends a text.
+    start_id: int = 2
+    eos_id: int = 2
+    # Tokens that a generated text begins with, and ends with where it reaches its largest length.
+    forced_bos_id: int | None = None
+    forced_eos_id: int | None = None
+
+    def check(self, path: str) -> None:
+        for name in ("num_layers", "start_id", "eos_id", "forced_bos_id", "forced_eos_id"):
+            value = getattr(self, name)
+            _require(value is None or value >= 0, path, name, value, "at least 0")
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """One encoder; BERT, RoBERTa and DDRP are values of this."""
+    """One encoder, and perhaps a decoder: BERT, RoBERTa, DDRP and BART are values of this."""
 
     # 0 takes the tokenizer's.
     vocab_size: int = 0
@@ -98,6 +129,7 @@ class ModelConfig:
     tied_head: bool = True
     dropout: float = 0.1
     attention_dropout: float = 0.1
+    decoder: DecoderConfig = DecoderConfig()
     # "normal" is N(0, initializer_range) everywhere (BERT's); "fan_in" is N(0, 1/fan_in) for
     # every kernel.
     initializer: Literal["normal", "fan_in"] = "normal"
@@ -133,6 +165,17 @@ class ModelConfig:
             self.num_heads,
             f"an even head size for rope, not {self.hidden_size}/{self.num_heads}",
         )
+        if self.decoder.num_layers:
+            _require(
+                self.position.kind == "absolute",
+                path,
+                "position.kind",
+                self.position.kind,
+                "'absolute' in a model with a decoder",
+            )
+            for name, only in _WITH_DECODER.items():
+                value = getattr(self, name)
+                _require(value == only, path, name, value, f"{only!r} in a model with a decoder")
 
     @property
     def head_size(self) -> int:

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from ddrp_jax.config import (
     Config,
+    DecoderConfig,
     MaskingConfig,
     MeshConfig,
     ModelConfig,
@@ -27,6 +28,7 @@ from ddrp_jax.errors import UsageError
 
 CLASSES = (
     Config,
+    DecoderConfig,
     MaskingConfig,
     MeshConfig,
     ModelConfig,
@@ -155,6 +157,28 @@ def test_whole_numbers_of_either_type_are_taken():
             {"hidden_size": 9, "num_heads": 3, "position": {"kind": "rope"}},
             "num_heads=3: expected an even head size for rope, not 9/3",
         ),
+        (
+            ModelConfig,
+            {"decoder": {"num_layers": 1}},
+            "position.kind='ddrp': expected 'absolute' in a model with a decoder",
+        ),
+        (
+            ModelConfig,
+            {"decoder": {"num_layers": 1}, "position": {"kind": "absolute"}},
+            "position_offset=0: expected 2 in a model with a decoder",
+        ),
+        (
+            ModelConfig,
+            {
+                "decoder": {"num_layers": 1},
+                "position": {"kind": "absolute"},
+                "position_offset": 2,
+                "tied_head": False,
+            },
+            "tied_head=False: expected True in a model with a decoder",
+        ),
+        (DecoderConfig, {"num_layers": -1}, "num_layers=-1: expected at least 0"),
+        (DecoderConfig, {"forced_bos_id": -1}, "forced_bos_id=-1: expected at least 0"),
         (ModelConfig, {"dropout": 1.0}, "dropout=1.0: expected in [0, 1)"),
         (ModelConfig, {"attention_dropout": -0.1}, "attention_dropout=-0.1: expected in [0, 1)"),
         (ModelConfig, {"pad_id": -1}, "pad_id=-1: expected at least 0"),

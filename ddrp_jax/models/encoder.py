@@ -49,6 +49,21 @@ def position_rows(
     return jnp.where(segment_ids > 0, positions + config.position_offset, padding_row)
 
 
+def embed_words(
+    config: ModelConfig, table: Float[Array, "v d"], input_ids: Int[Array, "b t"]
+) -> Float[Array, "b t d"]:
+    """Returns the word vectors of token ids, scaled where the config says so."""
+    words = jnp.take(table, input_ids, axis=0)
+    return words * config.hidden_size**0.5 if config.decoder.scale_embedding else words
+
+
+def with_remat(config: ModelConfig, body: Any) -> Any:
+    """Returns the body of a scan over layers, recomputing in the backward pass as configured."""
+    if config.remat == "none":
+        return body
+    return jax.checkpoint(body, policy=_REMAT_POLICIES[config.remat], prevent_cse=False)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class EncoderOutput:
@@ -96,7 +111,7 @@ class Embeddings(nnx.Module):
     ) -> Float[Array, "b t d"]:
         """Returns the encoder's input."""
         dtype = jnp.dtype(self.config.dtype)
-        x_btd = jnp.take(self.word[...], input_ids, axis=0)
+        x_btd = embed_words(self.config, self.word[...], input_ids)
         if self.position is not None:
             rows_bt = position_rows(self.config, positions, segment_ids)
             x_btd += jnp.take(self.position[...], rows_bt, axis=0)
@@ -189,15 +204,15 @@ class Encoder(nnx.Module):
             x_btd, measured = apply(nnx.merge(graphdef, state), x_btd, index, measure)
             return x_btd, (measured, x_btd if output_hidden_states else None)
 
-        if config.remat != "none":
-            body = jax.checkpoint(body, policy=_REMAT_POLICIES[config.remat], prevent_cse=False)
         count = config.num_layers - peeled
         unroll = 1 if config.scan_layers else max(count, 1)
         xs = (
             jax.tree.map(lambda leaf: leaf[:count], stacked) if peeled else stacked,
             jnp.arange(count, dtype=jnp.uint32),
         )
-        x_btd, (measured, hidden_states) = jax.lax.scan(body, x_btd, xs, unroll=unroll)
+        x_btd, (measured, hidden_states) = jax.lax.scan(
+            with_remat(config, body), x_btd, xs, unroll=unroll
+        )
         if peeled:
             last = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[-1], stacked))
             x_btd, measured = apply(last, x_btd, jnp.uint32(count), statistic)
