@@ -227,17 +227,20 @@ class MaskingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleConfig:
-    """Learning rate: linear warm-up from 0 to `peak`, then a decay to `end` at the stage's end."""
+    """Learning rate: linear warm-up from `start` to `peak`, then a decay to `end`."""
 
     kind: Literal["linear", "cosine", "inverse_sqrt", "constant"] = "linear"
     peak: float = 1e-4
     warmup_steps: int = 0
+    start: float = 0.0
     end: float = 0.0
 
     def check(self, path: str) -> None:
         _require(0 < self.peak < math.inf, path, "peak", self.peak, "a positive number")
         _require(self.warmup_steps >= 0, path, "warmup_steps", self.warmup_steps, "at least 0")
-        _require(0 <= self.end <= self.peak, path, "end", self.end, f"in [0, peak={self.peak}]")
+        for name in ("start", "end"):
+            value = getattr(self, name)
+            _require(0 <= value <= self.peak, path, name, value, f"in [0, peak={self.peak}]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +248,7 @@ class StageConfig:
     """A stretch of training with one length, batch, corpus and schedule (BERT's 128, then 512)."""
 
     name: str = "main"
-    # A folder that `ddrp prepare` wrote.
+    # A folder that `ddrp prepare` wrote; for a reconstructor, `ddrp definitions build`.
     records: str = ""
     length: int = 128
     # Rows of one step over all devices.
@@ -384,6 +387,49 @@ class Config(RunConfig):
 
     objective: ObjectiveConfig = ObjectiveConfig()
     masking: MaskingConfig = MaskingConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class ReconstructionConfig:
+    """How a model learns to produce a token's embedding from its definition (DefinitionEMB)."""
+
+    # The model whose embeddings are rebuilt: a run's folder or one checkpoint's.
+    checkpoint: str = ""
+    # Of its word table; the run fills it in.
+    fingerprint: str = ""
+    # Whether the student's own word table learns (the source: RoBERTa's does, BART's does not).
+    train_embeddings: bool = True
+    # Whether the definition's tokens are corrupted and reconstructed too (the source: RoBERTa's
+    # are): these shares become the mask token and a random one.
+    reconstruct_definitions: bool = True
+    mask_fraction: float = 0.5
+    random_fraction: float = 0.25
+    # This share of the vocabulary, its rarest tokens, is never a target: we distrust its rows.
+    filter_ratio: float = 0.0
+    # The linear map starts as N(0, 1/D), or as the ridge regression of the target rows on the
+    # pre-trained hidden states of this many training examples (ours).
+    map_init: Literal["normal", "ridge"] = "normal"
+    ridge_examples: int = 10_000
+
+    def check(self, path: str) -> None:
+        for name in ("mask_fraction", "random_fraction"):
+            _require(0 <= getattr(self, name) <= 1, path, name, getattr(self, name), "in [0, 1]")
+        total = self.mask_fraction + self.random_fraction
+        _require(
+            total <= 1 + 1e-9, path, "mask_fraction + random_fraction", total, "at most 1 together"
+        )
+        value = self.filter_ratio
+        _require(0 <= value < 1, path, "filter_ratio", value, "in [0, 1)")
+        _require(
+            self.ridge_examples >= 1, path, "ridge_examples", self.ridge_examples, "at least 1"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DefinitionConfig(RunConfig):
+    """A run that trains a reconstructor; `model` is that of its checkpoint."""
+
+    reconstruction: ReconstructionConfig = ReconstructionConfig()
 
 
 def as_dict(config: Any) -> dict[str, Any]:

@@ -61,11 +61,27 @@ def packing_plan(stream: TokenStream, length: int, seed: int) -> PackingPlan:
     if length < 3:
         raise UsageError(f"length={length}: expected at least 3: CLS, a token, SEP")
     starts, lengths = _pieces(np.asarray(stream.offsets), length - 2)
-    full = lengths == length - 2
-    rows = np.empty(len(lengths), np.int64)
+    row_offsets, order = pack(lengths + 2, length, seed)
+    return PackingPlan(length, row_offsets, starts[order], lengths[order].astype(np.int32))
+
+
+def pack(sizes: np.ndarray, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Packs items into rows, best fit decreasing, and puts the rows in random order.
+
+    Args:
+        sizes: [items] tokens of each, none more than `length`.
+        length: T, tokens of a row.
+        seed: of which equal items meet in a row, and of the order of rows.
+
+    Returns:
+        `row_offsets` int64 [rows + 1] and `order` [items]: row r holds the items
+        `order[row_offsets[r] : row_offsets[r + 1]]`.
+    """
+    full = sizes == length
+    rows = np.empty(len(sizes), np.int64)
     num_full = np.count_nonzero(full)
     rows[full] = np.arange(num_full)  # most pieces of long documents: nothing to fit
-    rows[~full] = num_full + _best_fit(lengths[~full] + 2, length, seed)
+    rows[~full] = num_full + _best_fit(sizes[~full], length, seed)
     num_rows = int(rows.max(initial=-1)) + 1
     # Row numbers tell how rows were filled, full ones first: shuffle them, so that the first rows
     # are a fair sample (evaluation takes the first ones).
@@ -77,7 +93,7 @@ def packing_plan(stream: TokenStream, length: int, seed: int) -> PackingPlan:
     order = np.argsort(rows, kind="stable")
     row_offsets = np.zeros(num_rows + 1, np.int64)
     np.cumsum(np.bincount(rows, minlength=num_rows), out=row_offsets[1:])
-    return PackingPlan(length, row_offsets, starts[order], lengths[order].astype(np.int32))
+    return row_offsets, order
 
 
 def _pieces(offsets: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:

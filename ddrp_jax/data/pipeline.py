@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,6 +30,24 @@ _ENDLESS = 2**62
 _SHUFFLE_ROUNDS = 4
 
 
+class Reader(Protocol):
+    """Numbered rows that are made when they are asked for.
+
+    Attributes:
+        num_rows: rows of one epoch.
+        seed: of their order, and of whatever is random in them.
+    """
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    def read(self, rows: np.ndarray, epochs: np.ndarray) -> Batch:
+        """Returns the batch of rows [B] in epochs [B]; row -1 is one of padding."""
+
+
 @dataclasses.dataclass(frozen=True)
 class RowReader:
     """Reads rows of a packing plan, packs and masks them."""
@@ -41,6 +59,11 @@ class RowReader:
     sep_id: int
     pad_id: int
     seed: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of one epoch."""
+        return self.plan.num_rows
 
     def read(self, rows: np.ndarray, epochs: np.ndarray) -> Batch:
         """Returns the batch of some rows, as the step takes it.
@@ -101,7 +124,7 @@ class RowReader:
 class StepBatches:
     """Makes one process's slice of the batch of any step."""
 
-    reader: RowReader
+    reader: Reader
     batch_size: int
     process_index: int
     process_count: int
@@ -109,7 +132,7 @@ class StepBatches:
     def __call__(self, step: int) -> Batch:
         from grain.experimental import index_shuffle
 
-        num_rows = self.reader.plan.num_rows
+        num_rows = self.reader.num_rows
         size = self.batch_size // self.process_count
         first = step * self.batch_size + self.process_index * size
         epochs, places = np.divmod(np.arange(first, first + size), num_rows)
@@ -214,8 +237,6 @@ def train_batches(
             number of predictions, or processes do not divide the batch.
     """
     reader = _row_reader(records, "train", tokenizer, stage.length, masking, seed)
-    _check_divides(stage.batch_size, process_count)
-    batches = StepBatches(reader, stage.batch_size, process_index, process_count)
     identity = {
         "records": records.fingerprint,
         "length": stage.length,
@@ -223,6 +244,42 @@ def train_batches(
         "seed": seed,
         "masking": dataclasses.asdict(masking),
     }
+    return endless_batches(
+        reader,
+        stage.batch_size,
+        identity,
+        process_index=process_index,
+        process_count=process_count,
+        start_step=start_step,
+        prefetch=prefetch,
+        workers=workers,
+    )
+
+
+def endless_batches(
+    reader: Reader,
+    batch_size: int,
+    identity: dict[str, Any],
+    *,
+    process_index: int,
+    process_count: int,
+    start_step: int,
+    prefetch: int,
+    workers: int,
+) -> TrainBatches:
+    """Returns a reader's rows in the order of a run: this process's slice of each global batch.
+
+    Args:
+        reader: makes rows.
+        batch_size: rows over all processes.
+        identity: JSON data that tells these batches from others; part of their state.
+        process_index, process_count, start_step, prefetch, workers: as for `train_batches`.
+
+    Raises:
+        UsageError: processes do not divide the batch.
+    """
+    _check_divides(batch_size, process_count)
+    batches = StepBatches(reader, batch_size, process_index, process_count)
     iterator = TrainBatches(batches, identity, prefetch, workers)
     iterator.set_state({"step": start_step, **identity})
     return iterator
@@ -233,7 +290,7 @@ class EvalBatches:
 
     def __init__(
         self,
-        reader: RowReader,
+        reader: Reader,
         num_rows: int,
         batch_size: int,
         process_index: int,
@@ -288,8 +345,26 @@ def eval_batches(
         UsageError: as for `train_batches`, or the split is not there.
     """
     reader = _row_reader(records, split, tokenizer, length, masking, seed)
+    return finite_batches(
+        reader,
+        batch_size,
+        max_rows=max_rows,
+        process_index=process_index,
+        process_count=process_count,
+    )
+
+
+def finite_batches(
+    reader: Reader,
+    batch_size: int,
+    *,
+    max_rows: int = 0,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> EvalBatches:
+    """Returns a reader's rows in their own order, each once; the arguments are `eval_batches`'s."""
     _check_divides(batch_size, process_count)
-    num_rows = min(max_rows or reader.plan.num_rows, reader.plan.num_rows)
+    num_rows = min(max_rows or reader.num_rows, reader.num_rows)
     return EvalBatches(reader, num_rows, batch_size, process_index, process_count)
 
 

@@ -92,7 +92,8 @@ def _scale_by_trust_ratio(paths: Any, decayed: Any) -> optax.GradientTransformat
 def learning_rate(config: ScheduleConfig, steps: int, step: jax.Array) -> jax.Array:
     """Returns the learning rate of the update that follows `step` steps of a stage.
 
-    Warm-up is linear and its first update already moves: `peak * (step + 1) / warmup_steps`.
+    Warm-up is linear from `start` to `peak`, and its first update has moved already: at 0 it would
+    be none.
     "linear" and "cosine" end at `end` after `steps`, "inverse_sqrt" falls as
     `peak * sqrt(warmup_steps / step)`, "constant" stays.
 
@@ -103,7 +104,7 @@ def learning_rate(config: ScheduleConfig, steps: int, step: jax.Array) -> jax.Ar
     """
     done = (step + 1).astype(jnp.float32)
     warmup = float(max(config.warmup_steps, 1))
-    rising = config.peak * jnp.minimum(done / warmup, 1.0)
+    rising = config.start + (config.peak - config.start) * jnp.minimum(done / warmup, 1.0)
     left = jnp.clip((steps - step) / max(steps - config.warmup_steps, 1), 0.0, 1.0)
     if config.kind == "linear":
         falling = config.end + (config.peak - config.end) * left
