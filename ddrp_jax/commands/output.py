@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
+
+# Where there is no terminal, a line this often tells that a job is alive.
+LINE_SECONDS = 10.0
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
@@ -50,3 +55,23 @@ def readable_size(size: int) -> str:
             break
         value /= 1000
     return f"{size} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
+
+
+@contextlib.contextmanager
+def live_line() -> Iterator[Callable[[str], None]]:
+    """Gives a function that shows how far a job is: live on a terminal, else in a few lines."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status("starting") as status:
+            yield status.update
+        return
+    last = time.monotonic()
+
+    def show_line(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= LINE_SECONDS:
+            last = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+    yield show_line

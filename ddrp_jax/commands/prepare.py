@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ddrp_jax.commands.output import aligned, readable_size
+from ddrp_jax.commands.output import aligned, live_line, readable_size
 from ddrp_jax.commands.source_arguments import add_source_arguments, sources_from
 from ddrp_jax.errors import UsageError
 
@@ -20,9 +19,6 @@ ddrp prepare --input text:books jsonl:web.jsonl --weights 2 0.3 --tokenizer runs
 ddrp prepare --input hf:wikitext:wikitext-103-raw-v1@train --tokenizer runs/tokenizer \\
     --output runs/records
 """
-
-# Where there is no terminal, a line this often tells that the job is alive.
-_LINE_SECONDS = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,18 +124,5 @@ def _progress() -> Iterator[Callable[[int, int, int], None]]:
             f"{readable_size(int(rate))}/s"
         )
 
-    if sys.stderr.isatty():
-        from rich.console import Console
-
-        with Console(stderr=True).status("starting") as status:
-            yield lambda *counts: status.update(describe(*counts))
-        return
-    last = begin
-
-    def show_line(*counts: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= _LINE_SECONDS:
-            last = time.monotonic()
-            print(describe(*counts), file=sys.stderr, flush=True)
-
-    yield show_line
+    with live_line() as show:
+        yield lambda *counts: show(describe(*counts))

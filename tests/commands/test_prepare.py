@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddrp_jax.commands import prepare
+from ddrp_jax.commands import output, prepare
 from ddrp_jax.data.records import open_records
 from ddrp_jax.data.sentencepiece_training import train_sentencepiece
 from ddrp_jax.errors import UsageError
@@ -119,7 +119,7 @@ def test_share_refuses_what_is_none(text):
 
 
 def test_a_long_job_without_a_terminal_prints_plain_lines(inputs, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(prepare, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(output, "LINE_SECONDS", 0.0)
     parser = argparse.ArgumentParser()
     prepare.add_arguments(parser)
     prepare.run(
