@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 # Okabe and Ito's colours: told apart by readers who do not see red and green as different.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -41,6 +44,56 @@ def training_curves(
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].legend(frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def spectra(singular_values: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Draws the singular values of several tables, from the greatest on.
+
+    Args:
+        singular_values: name of a table -> its values.
+        path: the file to write; its ending chooses the format.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.8), layout="constrained")
+    axes = figure.subplots()
+    for colour, (name, values) in zip(_colours(), singular_values.items(), strict=False):
+        # Rounding leaves a little in directions that a table lacks, far below all that it has.
+        least = 1e-6 * max(values)
+        shown = [value if value > least else math.nan for value in values]
+        axes.plot(range(1, len(shown) + 1), shown, color=colour, label=name)
+    axes.set_yscale("log")
+    axes.set_xlabel("direction, by singular value")
+    axes.set_title("singular values of the word table", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def projections(points: Mapping[str, Mapping[str, np.ndarray]], path: Path) -> None:
+    """Draws tables as points in a plane, coloured by frequency group.
+
+    Args:
+        points: name of a table -> name of a group -> coordinates [rows, 2]; the same plane for all.
+        path: the file to write; its ending chooses the format.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5 * len(points), 4.6), layout="constrained")
+    panels = figure.subplots(1, len(points), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, (name, groups) in zip(panels, points.items(), strict=True):
+        for colour, (group, rows) in zip(_colours(), groups.items(), strict=False):
+            axes.scatter(*rows.T, s=2, alpha=0.3, linewidths=0, color=colour, label=group)
+        axes.set_title(name, fontsize=10)
+        axes.set_xlabel("first principal axis of the original")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("second principal axis of the original")
+    legend = panels[0].legend(frameon=False, fontsize=9, markerscale=4)
+    for handle in legend.legend_handles:
+        handle.set_alpha(1)
     figure.savefig(path, dpi=150)
 
 
