@@ -108,8 +108,13 @@ def all_but_the_top(table: np.ndarray, components: int = 10) -> np.ndarray:
         )
     mean = _mean(table)
     top = principal_axes(table, mean)[1][:, :components]
-    centred = (block - mean for block in _blocks(table))
-    return np.concatenate([block - (block @ top) @ top.T for block in centred])
+    left = np.empty(table.shape)
+    done = 0
+    for block in _blocks(table):
+        block -= mean
+        left[done : done + len(block)] = block - (block @ top) @ top.T
+        done += len(block)
+    return left
 
 
 def principal_plane(table: np.ndarray) -> Plane:

@@ -22,7 +22,8 @@ from ddrp_jax.errors import DdrpError, UsageError
 from ddrp_jax.training import checkpoint
 
 BASELINES: dict[str, Callable[[np.ndarray], np.ndarray]] = {"all-but-the-top": all_but_the_top}
-_WORD_TABLES = ("encoder/embeddings/word",)
+# The decoder of an encoder-decoder shares it.
+_WORD_TABLE = "encoder/embeddings/word"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,15 +49,13 @@ def load_word_table(path: str | Path) -> WordTable:
         DdrpError: it is damaged, or its table holds values that are not finite.
     """
     folder = checkpoint.find_checkpoint(path)
-    shapes = checkpoint.parameter_shapes(folder)
-    name = next((name for name in _WORD_TABLES if name in shapes), None)
-    if name is None:
+    if _WORD_TABLE not in checkpoint.parameter_shapes(folder):
         raise UsageError(
-            f"checkpoint '{folder}': no word table ({' or '.join(_WORD_TABLES)}) there; name a "
-            "model that 'ddrp pretrain', 'ddrp import' or 'ddrp definitions apply' wrote"
+            f"checkpoint '{folder}': no word table ({_WORD_TABLE}) there; name a model that "
+            "'ddrp pretrain', 'ddrp import' or 'ddrp definitions apply' wrote"
         )
     vocab_size = checkpoint.read_config(folder)["model"]["vocab_size"]
-    rows = checkpoint.restore_array(folder, name)[:vocab_size]
+    rows = checkpoint.restore_array(folder, _WORD_TABLE)[:vocab_size]
     if not np.isfinite(rows).all():
         raise DdrpError(f"{folder}: its word table holds values that are not finite")
     return WordTable(folder, rows, load_tokenizer(folder / "tokenizer"))

@@ -94,13 +94,14 @@ def run(args: argparse.Namespace) -> None:
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"--word-similarity: two files are called {name!r}; rename one")
+    corpus = _corpus(args)
     with _progress() as progress:
         progress("reading the checkpoints")
         before, after = load_word_table(args.before), load_word_table(args.after)
         check_comparable(before, after)
         if args.frequency:
             progress(f"counting the tokens of {args.frequency}")
-        ranking = rank_tokens(before.tokenizer, _corpus(args))
+        ranking = rank_tokens(before.tokenizer, corpus)
         result = {
             "before": str(before.path),
             "after": str(after.path),
