@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from ddrp_jax.data.sources import FORMS, Source
 from ddrp_jax.errors import UsageError
@@ -74,3 +75,12 @@ def sources_from(args: argparse.Namespace, weights: Sequence[float] | None = Non
         )
         for spec, weight in zip(args.input, weights, strict=True)
     ]
+
+
+def corpus(spec: str | None, text_field: str) -> str | Source | None:
+    """Returns what `data.frequency` takes: a record folder, a source with its field, or None."""
+    from ddrp_jax.data.records import INDEX_FILE
+
+    if spec is None or (Path(spec) / INDEX_FILE).is_file():
+        return spec
+    return Source(spec, text_field=text_field)

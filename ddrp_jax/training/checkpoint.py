@@ -188,6 +188,32 @@ class Checkpoints:
         return DdrpError(f"could not save the checkpoint of step {step} to {self.folder}: {error}")
 
 
+def save_alone(
+    folder: Path,
+    state: Any,
+    *,
+    config: Mapping[str, Any],
+    tokenizer: Any,
+    step: int,
+    progress: Mapping[str, Any],
+) -> None:
+    """Writes one checkpoint that belongs to no run.
+
+    Args:
+        folder: becomes the checkpoint's folder; it exists and is empty.
+        state, step, progress: as `Checkpoints.save` takes them.
+        config, tokenizer: as `Checkpoints` does.
+    """
+    checkpoints = Checkpoints(folder, config=config, tokenizer=tokenizer, keep_last=1, keep_best=0)
+    try:
+        checkpoints.save(state, step=step, progress=progress)
+    finally:
+        checkpoints.close()
+    for path in (folder / str(step)).iterdir():
+        path.rename(folder / path.name)
+    (folder / str(step)).rmdir()
+
+
 def find_checkpoint(path: str | Path) -> Path:
     """Returns the folder of the checkpoint that `path` names, verified.
 
@@ -212,6 +238,26 @@ def find_checkpoint(path: str | Path) -> Path:
         f"checkpoint '{path}': {problem}; name a run's folder (--workdir of 'ddrp pretrain') or "
         "one of its checkpoints/<step> folders"
     )
+
+
+def find_best(path: str | Path) -> Path:
+    """Returns the checkpoint of a run with the lowest held-out loss, the newest if none has one.
+
+    Args and raises as for `find_checkpoint`; one checkpoint's own folder is taken as it is.
+    """
+    newest = find_checkpoint(path)
+    if newest == Path(path).absolute():
+        return newest
+    losses: dict[Path, float] = {}
+    for folder in _step_folders(newest.parent):
+        try:
+            loss = _read_manifest(folder)["held_out_loss"]
+            if loss is not None:
+                verify(folder)
+                losses[folder] = loss
+        except DamagedError as error:
+            _log.warning("damaged checkpoint skipped: %s", error)
+    return min(losses, key=lambda folder: losses[folder]) if losses else newest
 
 
 def has_checkpoints(folder: Path) -> bool:
