@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> None:
     import jax.numpy as jnp
     import numpy as np
 
+    from ddrp_jax.models.seq2seq import Seq2Seq, shift_right
     from ddrp_jax.training.pretrained import load_pretrained
 
     pretrained = load_pretrained(args.checkpoint)
@@ -55,8 +56,13 @@ def run(args: argparse.Namespace) -> None:
 
     model = pretrained.model()
     row = jnp.asarray(ids)[None]
-    out = model.encoder(row, jnp.ones_like(row), jnp.arange(len(ids))[None])
-    logits = model.logits(out.hidden, jnp.asarray(masked)[None])
+    if isinstance(model, Seq2Seq):
+        all_real = jnp.ones_like(row, bool)
+        read = shift_right(row, config.decoder.start_id)
+        hidden = model(row, all_real, read, all_real).hidden
+    else:
+        hidden = model.encoder(row, jnp.ones_like(row), jnp.arange(len(ids))[None]).hidden
+    logits = model.logits(hidden, jnp.asarray(masked)[None])
     probabilities, best = jax.lax.top_k(jax.nn.softmax(logits[0]), args.top_k)
     for number, (shares, tokens) in enumerate(zip(probabilities, best, strict=True), start=1):
         if len(masked) > 1:

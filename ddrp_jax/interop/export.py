@@ -14,7 +14,7 @@ import numpy as np
 from ddrp_jax.config import Config, from_config_dict
 from ddrp_jax.data.tokenizers import Tokenizer, load_tokenizer
 from ddrp_jax.interop import model_card
-from ddrp_jax.interop.families import FAMILIES, Family, Published, family_for
+from ddrp_jax.interop.families import FAMILIES, Family, Published, family_for, generation_config
 from ddrp_jax.interop.name_tables import Part, Place, Shape, places
 from ddrp_jax.interop.tensors import WEIGHTS, write_safetensors
 from ddrp_jax.training import checkpoint
@@ -36,8 +36,9 @@ class Export:
         shapes: of its parameters, by path.
         head_shapes: of a classification head or pooler, by path; perhaps none.
         family: what it is exported as.
-        kind: "base", "masked_lm" or "classification".
+        kind: "base", "masked_lm", "classification" or "generation".
         published: the `config.json` of the model that it was imported from, or empty.
+        generation: its `generation_config.json`, or empty.
     """
 
     path: Path
@@ -49,6 +50,7 @@ class Export:
     family: Family
     kind: str
     published: Published
+    generation: Published
 
     @property
     def architecture(self) -> str:
@@ -57,7 +59,7 @@ class Export:
 
 
 def plan_export(source: str | Path) -> Export:
-    """Decides what a checkpoint is exported as: what it was imported as, or a masked LM.
+    """Decides what a checkpoint is exported as: what it was imported as, or with its head.
 
     Args:
         source: a run's folder (its newest good checkpoint), or one checkpoint's folder.
@@ -70,7 +72,7 @@ def plan_export(source: str | Path) -> Export:
     config = from_config_dict(Config, checkpoint.read_config(path), f"{path}/config.json")
     progress = checkpoint.read_progress(path)
     imported = progress.get("imported", {})
-    kind = imported.get("kind", "masked_lm")
+    kind = imported.get("kind", "generation" if config.model.decoder.num_layers else "masked_lm")
     head_shapes = checkpoint.task_head_shapes(path)
     if kind == "base" and Part.POOLER.value in imported["initialised"]:
         head_shapes = {}  # not learned: PyTorch makes one of its own
@@ -88,6 +90,7 @@ def plan_export(source: str | Path) -> Export:
         family=family,
         kind=kind,
         published=published,
+        generation=imported.get("generation", {}),
     )
 
 
@@ -99,6 +102,10 @@ def write_export(export: Export, folder: Path, dtype: str) -> None:
     """
     config = published_config(export, dtype)
     _write_json(folder / "config.json", config)
+    if export.kind == "generation":
+        kept = {k: v for k, v in export.generation.items() if k not in _NOT_KEPT}
+        generation = generation_config(export.config.model, kept)
+        _write_json(folder / "generation_config.json", generation)
     # By our parameters, which hold the tensors of all layers.
     named = sorted(named_places(export), key=lambda pair: pair[1].path)
     shapes = [(name, place.shape) for name, place in named]
@@ -118,7 +125,7 @@ def published_config(export: Export, dtype: str) -> dict[str, Any]:
     """Returns the `config.json` of an export."""
     base = {k: v for k, v in export.published.items() if k not in _NOT_KEPT}
     tokenizer = export.tokenizer
-    if not base and export.family.model_type in ("roberta", "mpnet"):
+    if not base and export.family.model_type in ("roberta", "mpnet", "bart"):
         base = {"bos_token_id": tokenizer.cls_id, "eos_token_id": tokenizer.sep_id}
     config = export.family.write_config(export.config.model, base)
     (labels,) = export.head_shapes.get("bias", (2,))

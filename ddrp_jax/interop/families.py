@@ -66,6 +66,7 @@ KINDS = {
     "base": "Model",
     "masked_lm": "ForMaskedLM",
     "classification": "ForSequenceClassification",
+    "generation": "ForConditionalGeneration",
 }
 
 
@@ -85,6 +86,8 @@ class Family:
         specific: the rest of our config, from theirs.
         expresses: whether a model of ours is one of this family.
         write: the rest of their config, from ours.
+        fields: those of a config.json and of ours with the same meaning.
+        activation: name of the field that holds the activation.
     """
 
     model_type: str
@@ -97,6 +100,8 @@ class Family:
     specific: Callable[[Published], dict[str, Any]]
     expresses: Callable[[ModelConfig], bool]
     write: Callable[[ModelConfig], dict[str, Any]]
+    fields: Mapping[str, str] = dataclasses.field(default_factory=lambda: _FIELDS)
+    activation: str = "hidden_act"
 
     def architecture(self, kind: str) -> str:
         """Returns the name of the PyTorch class of one kind of model."""
@@ -133,14 +138,16 @@ class Family:
                 raise UsageError(
                     f"{source}: {name}={values[name]!r} is not supported, only {harmless[0]!r}"
                 )
-        if values["hidden_act"] not in _ACTIVATIONS:
+        activation = values[self.activation]
+        if activation not in _ACTIVATIONS:
             raise UsageError(
-                f"{source}: hidden_act={values['hidden_act']!r} is not supported; expected one of "
+                f"{source}: {self.activation}={activation!r} is not supported; expected one of "
                 f"{', '.join(_ACTIVATIONS)}"
             )
         offset = self.offset(values["pad_token_id"])
-        ours = {ours: values[theirs] for theirs, ours in _FIELDS.items() if theirs in values} | {
-            "activation": _ACTIVATIONS[values["hidden_act"]],
+        ours = {ours: values[theirs] for theirs, ours in self.fields.items() if theirs in values}
+        ours |= {
+            "activation": _ACTIVATIONS[activation],
             "token_types": values.get("type_vocab_size", 0),
             "position_offset": offset,
             "max_length": values["max_position_embeddings"] - offset,
@@ -155,14 +162,14 @@ class Family:
             base: fields to keep where ours say nothing of them; those of the model that it was
                 imported from, if it was.
         """
-        activation = base.get("hidden_act")
+        activation = base.get(self.activation)
         if _ACTIVATIONS.get(str(activation)) != config.activation:
             activation = _ACTIVATION_NAMES[config.activation]
         return {
             **base,
-            **{theirs: getattr(config, ours) for theirs, ours in _FIELDS.items()},
+            **{theirs: getattr(config, ours) for theirs, ours in self.fields.items()},
             "model_type": self.model_type,
-            "hidden_act": activation,
+            self.activation: activation,
             "max_position_embeddings": config.max_length + config.position_offset,
             **self.write(config),
         }
@@ -269,10 +276,115 @@ def _write_ddrp(config: ModelConfig) -> dict[str, Any]:
     )
 
 
+_BART_OFFSET = 2  # rows of the position table before the first position
+_BART_FIELDS = {
+    "vocab_size": "vocab_size",
+    "d_model": "hidden_size",
+    "encoder_layers": "num_layers",
+    "encoder_attention_heads": "num_heads",
+    "encoder_ffn_dim": "intermediate_size",
+    "dropout": "dropout",
+    "attention_dropout": "attention_dropout",
+    "init_std": "initializer_range",
+    "pad_token_id": "pad_id",
+    "tie_word_embeddings": "tied_head",
+}
+_FORCED = {"forced_bos_token_id": "forced_bos_id", "forced_eos_token_id": "forced_eos_id"}
+
+
+def _bart(values: Published) -> dict[str, Any]:
+    for name in ("attention_heads", "ffn_dim"):
+        ours, theirs = values[f"encoder_{name}"], values[f"decoder_{name}"]
+        if ours != theirs:
+            raise UsageError(
+                f"config.json: decoder_{name}={theirs!r} is not supported; expected the encoder's, "
+                f"{ours!r}"
+            )
+    if not values["tie_word_embeddings"]:
+        raise UsageError("config.json: tie_word_embeddings=False is not supported for BART")
+    for name in ("eos_token_id", *_FORCED):
+        if isinstance(values.get(name), list):
+            raise UsageError(f"config.json: {name}={values[name]!r}: expected one id")
+    return _ABSOLUTE | {
+        "norm_epsilon": 1e-5,
+        "position_offset": _BART_OFFSET,
+        # Theirs leaves the first two rows out of the number.
+        "max_length": values["max_position_embeddings"],
+        "decoder": {
+            "num_layers": values["decoder_layers"],
+            "scale_embedding": values["scale_embedding"],
+            "start_id": values["decoder_start_token_id"],
+            "eos_id": values["eos_token_id"],
+            **{ours: values.get(theirs) for theirs, ours in _FORCED.items()},
+        },
+    }
+
+
+def _write_bart(config: ModelConfig) -> dict[str, Any]:
+    decoder = config.decoder
+    return {
+        "max_position_embeddings": config.max_length,
+        "decoder_layers": decoder.num_layers,
+        "decoder_attention_heads": config.num_heads,
+        "decoder_ffn_dim": config.intermediate_size,
+        "scale_embedding": decoder.scale_embedding,
+        "decoder_start_token_id": decoder.start_id,
+        "eos_token_id": decoder.eos_id,
+        "is_encoder_decoder": True,
+    }
+
+
+def generation_config(config: ModelConfig, base: Published) -> dict[str, Any]:
+    """Returns the `generation_config.json` of a model with a decoder.
+
+    Args:
+        config: the model's.
+        base: that of the model that it was imported from, or empty.
+    """
+    decoder = config.decoder
+    forced = {theirs: getattr(decoder, ours) for theirs, ours in _FORCED.items()}
+    return {
+        **base,
+        "decoder_start_token_id": decoder.start_id,
+        "eos_token_id": decoder.eos_id,
+        "pad_token_id": config.pad_id,
+        **{name: token for name, token in forced.items() if token is not None},
+    }
+
+
 # In the order in which an export tries them.
 FAMILIES = {
     family.model_type: family
     for family in (
+        Family(
+            model_type="bart",
+            class_prefix="Bart",
+            table=name_tables.BART,
+            defaults={
+                "vocab_size": 50265,
+                "pad_token_id": 1,
+                "eos_token_id": 2,
+                "decoder_start_token_id": 2,
+                "d_model": 1024,
+                "dropout": 0.1,
+                "attention_dropout": 0.0,
+                "activation_function": "gelu",
+                "init_std": 0.02,
+                "max_position_embeddings": 1024,
+                "scale_embedding": False,
+                **{f"{side}_layers": 12 for side in ("encoder", "decoder")},
+                **{f"{side}_attention_heads": 16 for side in ("encoder", "decoder")},
+                **{f"{side}_ffn_dim": 4096 for side in ("encoder", "decoder")},
+            },
+            offset=lambda pad_id: _BART_OFFSET,
+            counts="columns",
+            drops_input=True,
+            specific=_bart,
+            expresses=lambda config: config.decoder.num_layers > 0,
+            write=_write_bart,
+            fields=_BART_FIELDS,
+            activation="activation_function",
+        ),
         Family(
             model_type="bert",
             class_prefix="Bert",

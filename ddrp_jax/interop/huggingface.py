@@ -19,11 +19,14 @@ from ddrp_jax.errors import DdrpError, UsageError
 from ddrp_jax.interop.families import KINDS, Family, family_of
 from ddrp_jax.interop.name_tables import Part, Place, places
 from ddrp_jax.interop.tensors import INDEX, TORCH_WEIGHTS, WEIGHTS, Tensor, open_weights
-from ddrp_jax.models.heads import ClassificationHead, MaskedLM, MaskedLMHead, Pooler
+from ddrp_jax.models.encoder import padded_vocabulary
+from ddrp_jax.models.heads import ClassificationHead, MaskedLMHead, Pooler
+from ddrp_jax.models.seq2seq import build_model
 from ddrp_jax.training.checkpoint import Checkpoints
 
 _log = logging.getLogger(__name__)
-_OPTIONAL = (Part.MASKED_LM, Part.POOLER)
+_OPTIONAL = (Part.MASKED_LM, Part.POOLER, Part.GENERATION)
+_GENERATION_CONFIG = "generation_config.json"
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +35,7 @@ class ImportedState:
     """What a checkpoint of an imported model holds in place of a training state.
 
     Attributes:
-        params: of a `MaskedLM`, nested dicts of float32 arrays.
+        params: of a `MaskedLM` or a `Seq2Seq`, nested dicts of float32 arrays.
         task_head: of a `ClassificationHead`, or its pooler alone; empty where there is none.
     """
 
@@ -46,10 +49,11 @@ class Imported:
 
     Attributes:
         family: what it is.
-        kind: "base", "masked_lm" or "classification": which head it came with.
+        kind: "base", "masked_lm", "classification" or "generation": which head it came with.
         config: our config of it.
         state: its parameters.
         published: its `config.json`.
+        generation: its `generation_config.json`, or empty.
         initialised: parts that it lacks and that were initialised.
         left_out: names of tensors that nobody needs, with what they are.
     """
@@ -59,6 +63,7 @@ class Imported:
     config: ModelConfig
     state: ImportedState
     published: dict[str, Any]
+    generation: dict[str, Any]
     initialised: tuple[Part, ...]
     left_out: dict[str, str]
 
@@ -104,17 +109,20 @@ def read_model(folder: Path) -> Imported:
         DdrpError: damaged files, or tensors that do not fit the config.
     """
     source = folder / "config.json"
-    try:
-        published = json.loads(source.read_bytes())
-        family = family_of(published, str(source))
-    except (ValueError, AttributeError) as error:
-        raise DdrpError(f"{source}: not a JSON object: {error}") from error
-    config = family.read_config(published, str(source))
+    published = _read_json(source)
+    family = family_of(published, str(source))
+    generation: dict[str, Any] = {}
+    if family.table.head is Part.GENERATION and (folder / _GENERATION_CONFIG).is_file():
+        generation = _read_json(folder / _GENERATION_CONFIG)
+    # Where both name a forced token, PyTorch's `generate` takes the second file's.
+    forced = {name: token for name, token in generation.items() if name.startswith("forced_")}
+    config = family.read_config({**published, **forced}, str(source))
     found = _Found(family, open_weights(folder))
     kind = _kind(published, found, family)
     config = _settle_tie(config, found, folder)
-    shapes = _shapes(lambda: MaskedLM(config, rngs=nnx.Rngs(0)))
-    parts = [*family.table.parts[kind], Part.MASKED_LM]
+    model_shapes = _shapes(lambda: build_model(config, rngs=nnx.Rngs(0)))
+    shapes = dict(model_shapes)
+    parts = [*family.table.parts[kind], family.table.head]
     if Part.CLASSIFIER in parts:
         labels = len(published.get("id2label") or ()) or published.get("num_labels") or 2
         shapes |= _shapes(lambda: ClassificationHead(config, labels, rngs=nnx.Rngs(0)))
@@ -137,12 +145,22 @@ def read_model(folder: Path) -> Imported:
         place.row.transform.to_ours(found.tensor(place).read(), arrays[place.path][place.index])
     for part in initialised:
         arrays |= _initialised(part, config)
-    params = {p: a for p, a in arrays.items() if p.startswith(("encoder/", "head/"))}
+    params = {path: array for path, array in arrays.items() if path in model_shapes}
     task_head = {path: array for path, array in arrays.items() if path not in params}
     state = ImportedState(
         traverse_util.unflatten_dict(params, "/"), traverse_util.unflatten_dict(task_head, "/")
     )
-    return Imported(family, kind, config, state, published, initialised, left_out)
+    return Imported(family, kind, config, state, published, generation, initialised, left_out)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DdrpError(f"{path}: not a JSON object: {error}") from error
+    if not isinstance(values, dict):
+        raise DdrpError(f"{path}: not a JSON object: it holds a {type(values).__name__}")
+    return values
 
 
 def save_model(imported: Imported, tokenizer: Tokenizer, folder: Path, source: str) -> None:
@@ -173,6 +191,7 @@ def save_model(imported: Imported, tokenizer: Tokenizer, folder: Path, source: s
             "source": source,
             "kind": imported.kind,
             "config": imported.published,
+            "generation": imported.generation,
             "initialised": [part.value for part in imported.initialised],
         },
     }
@@ -201,6 +220,7 @@ class _Found:
     """The tensors of a folder under the names of a family's table."""
 
     def __init__(self, family: Family, tensors: Mapping[str, Tensor]):
+        self.family = family
         self.tensors: dict[str, Tensor] = {}
         self.names: dict[str, str] = {}
         for name, tensor in tensors.items():
@@ -209,6 +229,9 @@ class _Found:
                 canonical = name
             self.tensors[canonical] = tensor
             self.names[canonical] = name
+
+    def rename(self, name: str, new: str) -> None:
+        self.tensors[new], self.names[new] = self.tensors.pop(name), self.names.pop(name)
 
     def name(self, place: Place) -> str | None:
         names = (place.row.copy, place.theirs)
@@ -226,6 +249,15 @@ def _kind(published: Mapping[str, Any], found: _Found, family: Family) -> str:
     rows = family.table.rows
     present = {row.part for row in rows if {row.theirs, row.copy} & found.tensors.keys()}
     architecture = str((published.get("architectures") or [""])[0])
+    if family.table.head is Part.GENERATION:
+        if architecture.endswith(KINDS["generation"]) or Part.GENERATION in present:
+            return "generation"
+        if architecture not in ("", family.architecture("base")):
+            raise UsageError(
+                f"config.json: architectures={architecture!r} is not supported; expected "
+                f"{family.architecture('base')} or {family.architecture('generation')}"
+            )
+        return "base"
     if architecture.endswith(KINDS["classification"]) or (
         not architecture and Part.CLASSIFIER in present
     ):
@@ -240,21 +272,27 @@ def _settle_tie(config: ModelConfig, found: _Found, folder: Path) -> ModelConfig
 
     A copy of the word table is taken out of `found`.
     """
-    table = found.tensors.get("embeddings.word_embeddings.weight")
-    name = next((n for n in found.tensors if n.endswith("decoder.weight")), None)
-    if not config.tied_head or name is None or table is None:
-        return config
-    decoder = found.tensors[name]
-    if decoder.shape == table.shape and np.array_equal(decoder.read(), table.read()):
-        del found.tensors[name]
-        return config
-    _log.warning(
-        "%s: config.json ties the output matrix to the word table, but %s differs from it; they "
-        "are kept apart",
-        folder,
-        found.names[name],
-    )
-    return dataclasses.replace(config, tied_head=False)
+    table, word = found.family.table, found.family.table.word_table
+    for name in table.copies if config.tied_head else ():
+        if name not in found.tensors:
+            continue
+        if word not in found.tensors:  # a file may keep a shared tensor under any of its names
+            found.rename(name, word)
+            continue
+        copy, original = found.tensors[name], found.tensors[word]
+        if copy.shape == original.shape and np.array_equal(copy.read(), original.read()):
+            del found.tensors[name]
+            continue
+        names = f"{found.names[name]} differs from {found.names[word]}"
+        if table.head is Part.GENERATION:
+            raise UsageError(f"{folder}: {names}; a BART with several word tables is not supported")
+        _log.warning(
+            "%s: config.json ties the output matrix to the word table, but %s; they are kept apart",
+            folder,
+            names,
+        )
+        config = dataclasses.replace(config, tied_head=False)
+    return config
 
 
 def _check(found: _Found, wanted: list[Place], family: Family, folder: Path) -> dict[str, str]:
@@ -291,6 +329,8 @@ def _check(found: _Found, wanted: list[Place], family: Family, folder: Path) -> 
 
 
 def _initialised(part: Part, config: ModelConfig) -> dict[str, np.ndarray]:
+    if part is Part.GENERATION:
+        return {"final_logits_bias": np.zeros(padded_vocabulary(config.vocab_size), np.float32)}
     head, prefix = (MaskedLMHead, "head") if part is Part.MASKED_LM else (Pooler, "pooler")
     state = nnx.to_pure_dict(nnx.state(head(config, rngs=nnx.Rngs(0)), nnx.Param))
     flat = traverse_util.flatten_dict(state, sep="/")

@@ -25,6 +25,7 @@ _AUTO_CLASSES = {
     "Model": "AutoModel",
     "ForMaskedLM": "AutoModelForMaskedLM",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
 }
 
 
@@ -68,6 +69,7 @@ def _front_matter(architecture: str) -> str:
     task = {
         "ForMaskedLM": "fill-mask",
         "ForSequenceClassification": "text-classification",
+        "ForConditionalGeneration": "text2text-generation",
         "Model": "feature-extraction",
     }
     pipeline = next(tag for ending, tag in task.items() if architecture.endswith(ending))
@@ -101,7 +103,7 @@ def _model_rows(model: ModelConfig, tokenizer: Tokenizer, dtype: str) -> list[tu
     if position.add_absolute and position.kind != "absolute":
         positions += ", with absolute positions"
     return [
-        ("layers", model.num_layers),
+        ("layers", _layers(model)),
         ("width", f"{model.hidden_size} ({model.intermediate_size} inside the feed-forward)"),
         ("heads", model.num_heads),
         ("positions", positions),
@@ -111,6 +113,11 @@ def _model_rows(model: ModelConfig, tokenizer: Tokenizer, dtype: str) -> list[tu
         ("tokenizer", f"{tokenizer.kind}, {model.vocab_size:,} pieces"),
         ("tensors", dtype),
     ]
+
+
+def _layers(model: ModelConfig) -> str:
+    decoder = model.decoder.num_layers
+    return f"{model.num_layers} and {decoder} in the decoder" if decoder else str(model.num_layers)
 
 
 def _training(config: Config, progress: dict[str, Any]) -> str:

@@ -28,6 +28,7 @@ class Transform(enum.Enum):
     KERNEL = enum.auto()  # [outputs, inputs]; our first axis is the inputs, the rest the outputs
     MERGE_KERNEL = enum.auto()  # [outputs, inputs]; our last axis is the outputs
     VOCABULARY = enum.auto()  # without the rows that pad our vocabulary
+    VOCABULARY_ROW = enum.auto()  # the same of a vector, which theirs has as a matrix of one row
 
     def shape(self, ours: Shape, vocab_size: int) -> Shape:
         """Returns the shape of theirs."""
@@ -42,11 +43,15 @@ class Transform(enum.Enum):
                 return (ours[-1], math.prod(ours[:-1]))
             case Transform.VOCABULARY:
                 return (vocab_size, *ours[1:])
+            case Transform.VOCABULARY_ROW:
+                return (1, vocab_size)
 
     def to_theirs(self, ours: np.ndarray, shape: Shape) -> np.ndarray:
         """Returns theirs, a view where it can be."""
         if self is Transform.VOCABULARY:
             return ours[: shape[0]]
+        if self is Transform.VOCABULARY_ROW:
+            return ours[None, : shape[1]]
         if self in (Transform.KERNEL, Transform.MERGE_KERNEL):
             return ours.reshape(shape[::-1]).T
         return ours.reshape(shape)
@@ -55,20 +60,24 @@ class Transform(enum.Enum):
         """Writes theirs into the zeroed array `ours`."""
         if self is Transform.VOCABULARY:
             ours[: len(theirs)] = theirs
+        elif self is Transform.VOCABULARY_ROW:
+            ours[: theirs.shape[1]] = theirs[0]
         elif self in (Transform.KERNEL, Transform.MERGE_KERNEL):
             ours[...] = theirs.T.reshape(ours.shape)
         else:
             ours[...] = theirs.reshape(ours.shape)
 
 
-SAME, FLAT, KERNEL, MERGE_KERNEL, VOCABULARY = Transform
+SAME, FLAT, KERNEL, MERGE_KERNEL, VOCABULARY, VOCABULARY_ROW = Transform
 
 
 class Part(enum.Enum):
     """The parts of a model; a file holds each of them whole, or not at all."""
 
     ENCODER = "encoder"
+    DECODER = "decoder"
     MASKED_LM = "masked-LM head"
+    GENERATION = "bias of the output matrix"
     POOLER = "pooler"
     CLASSIFIER = "classification head"
 
@@ -102,16 +111,23 @@ class Table:
     Attributes:
         prefix: before the names of encoder and pooler where a head stands on them.
         rows: what we read and write.
-        tied: name of the output matrix, where it is not the word table.
-        parts: what a model of each kind ("base", "masked_lm", "classification") is made of.
+        copies: other names of the word table in a model that ties its output matrix to it.
+        parts: what a model of each kind ("base", "masked_lm", ...) is made of.
         harmless: patterns of names that files hold and nobody needs, and what they are.
+        head: the part that our model always has, whatever the kind of theirs.
     """
 
     prefix: str
     rows: tuple[Row, ...]
-    tied: str
+    copies: tuple[str, ...]
     parts: Mapping[str, tuple[Part, ...]]
     harmless: Mapping[str, str]
+    head: Part = Part.MASKED_LM
+
+    @property
+    def word_table(self) -> str:
+        """Name of the word table."""
+        return next(row.theirs for row in self.rows if row.ours == "encoder/embeddings/word")
 
     def canonical(self, name: str) -> str:
         """Returns a name as the table has it: no prefix, and LayerNorm's modern names."""
@@ -128,7 +144,7 @@ class Table:
             name: as the table has it.
             has_head: whether a head stands on the base model.
         """
-        in_base = row.part in (Part.ENCODER, Part.POOLER)
+        in_base = row.part in (Part.ENCODER, Part.DECODER, Part.POOLER)
         return f"{self.prefix}{name}" if has_head and in_base else name
 
     def why_harmless(self, name: str) -> str | None:
@@ -224,26 +240,54 @@ def _embeddings(norm: str, token_types: int) -> tuple[Row, ...]:
     )
 
 
+def _fused(ours: str, *names: str, part: Part = Part.ENCODER) -> tuple[Row, ...]:
+    return tuple(
+        row
+        for number, name in enumerate(names)
+        for row in (
+            Row(f"{ours}_kernel:{number}", f"{name}.weight", KERNEL, part),
+            Row(f"{ours}_bias:{number}", f"{name}.bias", FLAT, part),
+        )
+    )
+
+
+def _merging(ours: str, theirs: str, part: Part = Part.ENCODER) -> tuple[Row, Row]:
+    return (
+        Row(f"{ours}_kernel", f"{theirs}.weight", MERGE_KERNEL, part),
+        Row(f"{ours}_bias", f"{theirs}.bias", SAME, part),
+    )
+
+
 def _layer(
     queries: str, keys: str, values: str, output: str, norm: str, up: str, down: str, last_norm: str
 ) -> tuple[Row, ...]:
     ours = "encoder/layers"
-    fused = [
-        row
-        for number, name in enumerate((queries, keys, values))
-        for row in (
-            Row(f"{ours}/attention/qkv_kernel:{number}", f"{name}.weight", KERNEL),
-            Row(f"{ours}/attention/qkv_bias:{number}", f"{name}.bias", FLAT),
-        )
-    ]
     return (
-        *fused,
-        Row(f"{ours}/attention/out_kernel", f"{output}.weight", MERGE_KERNEL),
-        Row(f"{ours}/attention/out_bias", f"{output}.bias"),
+        *_fused(f"{ours}/attention/qkv", queries, keys, values),
+        *_merging(f"{ours}/attention/out", output),
         *_norm(f"{ours}/attention_norm", norm),
         *_dense(f"{ours}/feed_forward/up_", up),
         *_dense(f"{ours}/feed_forward/down_", down),
         *_norm(f"{ours}/feed_forward_norm", last_norm),
+    )
+
+
+def _decoder_layer(theirs: str) -> tuple[Row, ...]:
+    ours, part = "decoder/layers", Part.DECODER
+    own, cross = f"{theirs}.self_attn", f"{theirs}.encoder_attn"
+    queries = f"{ours}/cross_attention/q"
+    return (
+        *_fused(f"{ours}/self_attention/qkv", *(f"{own}.{x}_proj" for x in "qkv"), part=part),
+        *_merging(f"{ours}/self_attention/out", f"{own}.out_proj", part),
+        *_norm(f"{ours}/self_attention_norm", f"{theirs}.self_attn_layer_norm", part),
+        Row(f"{queries}_kernel", f"{cross}.q_proj.weight", KERNEL, part),
+        Row(f"{queries}_bias", f"{cross}.q_proj.bias", FLAT, part),
+        *_fused(f"{ours}/cross_attention/kv", *(f"{cross}.{x}_proj" for x in "kv"), part=part),
+        *_merging(f"{ours}/cross_attention/out", f"{cross}.out_proj", part),
+        *_norm(f"{ours}/cross_attention_norm", f"{theirs}.encoder_attn_layer_norm", part),
+        *_dense(f"{ours}/feed_forward/up_", f"{theirs}.fc1", part),
+        *_dense(f"{ours}/feed_forward/down_", f"{theirs}.fc2", part),
+        *_norm(f"{ours}/feed_forward_norm", f"{theirs}.final_layer_norm", part),
     )
 
 
@@ -296,7 +340,7 @@ BERT = Table(
         *_POOLER,
         *_dense("", "classifier", Part.CLASSIFIER),
     ),
-    tied="cls.predictions.decoder.weight",
+    copies=("cls.predictions.decoder.weight",),
     parts=parts_of_kinds((Part.POOLER,), (Part.POOLER, Part.CLASSIFIER)),
     harmless=_HARMLESS | {"cls.seq_relationship.*": "the next-sentence head"},
 )
@@ -308,7 +352,7 @@ ROBERTA = Table(
         *_BERT_LAYER,
         *_ROBERTA_HEADS,
     ),
-    tied="lm_head.decoder.weight",
+    copies=("lm_head.decoder.weight",),
     parts=parts_of_kinds((Part.POOLER,), (Part.CLASSIFIER,)),
     harmless=_HARMLESS,
 )
@@ -330,9 +374,40 @@ MPNET = Table(
         Row("encoder/bucket_bias/bias", "encoder.relative_attention_bias.weight"),
         *_ROBERTA_HEADS,
     ),
-    tied="lm_head.decoder.weight",
+    copies=("lm_head.decoder.weight",),
     parts=parts_of_kinds((Part.POOLER,), (Part.CLASSIFIER,)),
     harmless=_HARMLESS,
+)
+
+
+BART = Table(
+    prefix="model.",
+    rows=(
+        Row("encoder/embeddings/word", "shared.weight", VOCABULARY),
+        Row("encoder/embeddings/position", "encoder.embed_positions.weight"),
+        *_norm("encoder/embeddings/norm", "encoder.layernorm_embedding"),
+        *_layer(
+            queries="encoder.layers.{layer}.self_attn.q_proj",
+            keys="encoder.layers.{layer}.self_attn.k_proj",
+            values="encoder.layers.{layer}.self_attn.v_proj",
+            output="encoder.layers.{layer}.self_attn.out_proj",
+            norm="encoder.layers.{layer}.self_attn_layer_norm",
+            up="encoder.layers.{layer}.fc1",
+            down="encoder.layers.{layer}.fc2",
+            last_norm="encoder.layers.{layer}.final_layer_norm",
+        ),
+        Row("decoder/position", "decoder.embed_positions.weight", part=Part.DECODER),
+        *_norm("decoder/norm", "decoder.layernorm_embedding", Part.DECODER),
+        *_decoder_layer("decoder.layers.{layer}"),
+        Row("final_logits_bias", "final_logits_bias", VOCABULARY_ROW, Part.GENERATION),
+    ),
+    copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"),
+    parts={
+        "base": (Part.ENCODER, Part.DECODER),
+        "generation": (Part.ENCODER, Part.DECODER, Part.GENERATION),
+    },
+    harmless={"encoder.version": "a number", "decoder.version": "a number"},
+    head=Part.GENERATION,
 )
 
 
@@ -367,7 +442,7 @@ DDRP = Table(
         *_dense("pooler/", "classifier.dense", Part.CLASSIFIER),
         *_dense("", "classifier.out_proj", Part.CLASSIFIER),
     ),
-    tied="lm_head.decoder.weight",
+    copies=("lm_head.decoder.weight",),
     parts=parts_of_kinds((), (Part.CLASSIFIER,)),
     harmless=_HARMLESS,
 )

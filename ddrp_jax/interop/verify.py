@@ -16,6 +16,7 @@ from ddrp_jax.errors import DdrpError, UsageError
 from ddrp_jax.interop.export import Export
 from ddrp_jax.interop.tensors import DTYPES
 from ddrp_jax.models.heads import ClassificationHead, MaskedLM, Pooler
+from ddrp_jax.models.seq2seq import Seq2Seq
 from ddrp_jax.training import checkpoint
 from ddrp_jax.training.pretrained import load_pretrained
 
@@ -108,18 +109,31 @@ def _run_torch(
         "base": transformers.AutoModel,
         "masked_lm": transformers.AutoModelForMaskedLM,
         "classification": transformers.AutoModelForSequenceClassification,
+        "generation": transformers.AutoModelForSeq2SeqLM,
     }[export.kind]
     model = auto.from_pretrained(str(folder), dtype=torch.float32, **_own_code(export)).eval()
+    inputs = {
+        "input_ids": torch.tensor(ids, dtype=torch.long),
+        "attention_mask": torch.tensor(mask, dtype=torch.long),
+    }
+    if export.config.model.decoder.num_layers:
+        # The decoder reads the same text.
+        inputs |= {f"decoder_{name}": values for name, values in inputs.items()}
     with torch.no_grad():
-        output = model(
-            input_ids=torch.tensor(ids, dtype=torch.long),
-            attention_mask=torch.tensor(mask, dtype=torch.long),
-            output_hidden_states=True,
-        )
-    outputs = {"hidden states": np.stack([h.numpy()[mask] for h in output.hidden_states])}
+        output = model(**inputs, output_hidden_states=True)
+    names = {
+        "hidden states": "hidden_states",
+        "encoder's hidden states": "encoder_hidden_states",
+        "decoder's hidden states": "decoder_hidden_states",
+    }
+    outputs = {
+        ours: np.stack([hidden.numpy()[mask] for hidden in output[theirs]])
+        for ours, theirs in names.items()
+        if output.get(theirs) is not None
+    }
     if export.kind != "base":
         logits = output.logits.numpy()
-        outputs["logits"] = logits[mask] if export.kind == "masked_lm" else logits
+        outputs["logits"] = logits if export.kind == "classification" else logits[mask]
     elif getattr(output, "pooler_output", None) is not None:
         outputs["pooled"] = output.pooler_output.numpy()
     return outputs
@@ -135,17 +149,31 @@ def _run_ours(
         return jnp.asarray(array).astype(kind).astype(jnp.float32)
 
     @jax.jit
-    def run(model: MaskedLM, *rows: jax.Array) -> tuple[Any, Any]:
-        output = model.encoder(*rows, output_hidden_states=True)
-        logits = model.logits(output.hidden) if export.kind == "masked_lm" else None
-        return output.hidden_states, logits
+    def run(
+        model: MaskedLM | Seq2Seq, ids: jax.Array, mask: jax.Array, positions: jax.Array
+    ) -> dict[str, Any]:
+        if isinstance(model, Seq2Seq):
+            decoded = model(ids, mask, ids, mask, output_hidden_states=True)
+            states = {
+                "encoder's hidden states": decoded.memory_states,
+                "decoder's hidden states": decoded.hidden_states,
+            }
+            hidden = decoded.hidden
+        else:
+            segment_ids = mask.astype(jnp.int32)
+            encoded = model.encoder(ids, segment_ids, positions, output_hidden_states=True)
+            states = {"hidden states": encoded.hidden_states}
+            hidden = encoded.hidden
+        if export.kind in ("masked_lm", "generation"):
+            states["logits"] = model.logits(hidden)
+        return states
 
     pretrained = load_pretrained(export.path)
     model = nnx.merge(pretrained.graphdef, jax.tree.map(rounded, pretrained.params))
     positions = export.family.positions(ids, mask, config.pad_id)
-    rows = (jnp.asarray(array, jnp.int32) for array in (ids, mask, positions))
-    hidden_states, logits = run(model, *rows)
-    outputs = {"hidden states": np.asarray(hidden_states)[:, mask]}
+    found = run(model, jnp.asarray(ids), jnp.asarray(mask), jnp.asarray(positions, jnp.int32))
+    logits = found.pop("logits", None)
+    outputs = {name: np.asarray(states)[:, mask] for name, states in found.items()}
     if logits is not None:
         outputs["logits"] = np.asarray(logits)[mask][:, : config.vocab_size]
     elif export.head_shapes:
@@ -155,9 +183,9 @@ def _run_ours(
         }
         head = build_task_head(config, arrays)
         if isinstance(head, ClassificationHead):
-            outputs["logits"] = np.asarray(head(hidden_states[-1]))
+            outputs["logits"] = np.asarray(head(found["hidden states"][-1]))
         else:
-            outputs["pooled"] = np.asarray(head(hidden_states[-1][:, 0]))
+            outputs["pooled"] = np.asarray(head(found["hidden states"][-1][:, 0]))
     return outputs
 
 

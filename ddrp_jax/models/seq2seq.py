@@ -288,17 +288,17 @@ class Seq2Seq(nnx.Module):
         )
         return Seq2SeqOutput(hidden, memory, hidden_states, memory_states)
 
-    def logits(self, hidden: Float[Array, "*rows d"]) -> Float[Array, "*rows v"]:
-        """Returns float32 logits over the padded vocabulary; padded entries are never likely."""
-        return ops.logits(hidden, self.word_table, self.logits_bias())
-
-    def logits_bias(self) -> Float[Array, " v"]:
-        """Returns what is added to the logits, which keeps padded entries from being likely."""
+    def logits(
+        self, hidden: Float[Array, "b t d"], predict_positions: Int[Array, "b p"] | None = None
+    ) -> Float[Array, "b p v"]:
+        """Returns float32 logits at some positions, or everywhere; padded entries are unlikely."""
+        if predict_positions is not None:
+            hidden = jnp.take_along_axis(hidden, predict_positions[..., None], axis=1)
         bias = self.final_logits_bias[...]
         is_real = jnp.arange(bias.size) < self.config.vocab_size
-        return jnp.where(is_real, bias, ops.MASKED_SCORE)
+        return ops.logits(hidden, self.word_table, jnp.where(is_real, bias, ops.MASKED_SCORE))
 
 
 def shift_right(ids: Int[Array, "b t"], start_id: int) -> Int[Array, "b t"]:
-    """Returns the decoder's input for targets `ids`: each token reads the one before it."""
+    """Returns the decoder's input for the targets `ids`: the token before each of them."""
     return jnp.concatenate([jnp.full_like(ids[:, :1], start_id), ids[:, :-1]], axis=1)

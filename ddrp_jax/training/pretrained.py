@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from ddrp_jax.config import Config, MeshConfig, from_config_dict
 from ddrp_jax.data.tokenizers import Tokenizer, load_tokenizer
 from ddrp_jax.models.heads import MaskedLM
+from ddrp_jax.models.seq2seq import Seq2Seq, build_model
 from ddrp_jax.training import checkpoint
 from ddrp_jax.training.sharding import make_mesh
 from ddrp_jax.training.step import abstract_model
@@ -38,7 +39,7 @@ class Pretrained:
     graphdef: Any
     mesh: Mesh
 
-    def model(self) -> MaskedLM:
+    def model(self) -> MaskedLM | Seq2Seq:
         """Returns the model with its parameters."""
         return nnx.merge(self.graphdef, self.params)
 
@@ -54,7 +55,7 @@ def load_pretrained(path: str | Path) -> Pretrained:
     config = from_config_dict(Config, checkpoint.read_config(folder), f"{folder}/config.json")
     mesh = make_mesh(MeshConfig())
     graphdef, shapes, shardings = abstract_model(
-        lambda rngs: MaskedLM(config.model, rngs=rngs), mesh
+        lambda rngs: build_model(config.model, rngs=rngs), mesh
     )
     abstract_params = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ddrp_jax.config import Config, ObjectiveConfig, RunConfig
+from ddrp_jax.errors import UsageError
 from ddrp_jax.models import ops
 from ddrp_jax.models.heads import MaskedLM
 from ddrp_jax.objectives import masked_lm, mth
@@ -97,6 +98,9 @@ def build_training(
         params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
         return TrainState(jnp.int32(0), params, optimizer.init(params), jnp.bool_(True))
 
+    def is_absent(moment: Any) -> bool:  # that of a frozen parameter
+        return isinstance(moment, optax.MaskedNode)
+
     # Moments live where their parameters do; everything else is whole on every device.
     by_shape = jax.eval_shape(create, 0)
     state_shardings = TrainState(
@@ -104,10 +108,11 @@ def build_training(
         shardings,
         optax.tree_map_params(
             optimizer,
-            lambda _, place: place,
+            lambda moment, place: moment if is_absent(moment) else place,
             by_shape.opt_state,
             shardings,
             transform_non_params=lambda _: whole,
+            is_leaf=is_absent,
         ),
         whole,
     )
@@ -178,7 +183,16 @@ def abstract_model(create: Callable[[nnx.Rngs], nnx.Module], mesh: Mesh) -> tupl
 
 
 def pretraining(config: Config) -> Objective:
-    """Returns the objective of a pre-training run: MLM, and the regularisers that are on."""
+    """Returns the objective of a pre-training run: MLM, and the regularisers that are on.
+
+    Raises:
+        UsageError: a model with a decoder.
+    """
+    if config.model.decoder.num_layers:
+        raise UsageError(
+            f"config.model.decoder.num_layers={config.model.decoder.num_layers}: pre-training and "
+            "its measures are of an encoder alone; expected 0"
+        )
     unit = config.objective.head_unit
 
     def evaluate(model: MaskedLM, batch: Batch) -> Sums:

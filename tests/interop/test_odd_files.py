@@ -264,7 +264,7 @@ BAD = {
     "model type": (
         configure(model_type="gpt2"),
         2,
-        "model_type='gpt2' is not supported; supported are bert, ddrp, mpnet, roberta",
+        "model_type='gpt2' is not supported; supported are bart, bert, ddrp, mpnet, roberta",
     ),
     "decoder": (configure(is_decoder=True), 2, "is_decoder=True is not supported"),
     "relative keys": (
