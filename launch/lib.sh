@@ -190,7 +190,7 @@ require() {
   for setting in "$@"; do
     case $setting in
       PROJECT) check_setting --project PROJECT 'my-project-123' '^[a-z][-a-z0-9.:]*$' ;;
-      ZONE) check_setting --zone ZONE 'us-west4-a' '^[a-z]+-[a-z]+[0-9]+-[a-z]$' ;;
+      ZONE) check_setting --zone ZONE 'us-west4-a' '^[a-z]+-[a-z]+[0-9]+-[a-z0-9]+$' ;;
       NAME) check_setting --name NAME 'ddrp-base' '^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$' ;;
       ACCELERATOR)
         check_setting --accelerator ACCELERATOR 'v5litepod-16' '.'

@@ -176,6 +176,24 @@ def test_runtime_fits_the_accelerator(accelerator, given, runtime):
     assert f"--version={runtime}" in words
 
 
+def test_the_readme_gives_commands_that_work():
+    text = (LAUNCH / "README.md").read_text().replace("\\\n", "")
+    commands = [line.strip() for line in text.splitlines() if line.startswith("    launch/")]
+    assert len(commands) > 10
+    variables = {name.upper(): value for name, value in SETTINGS.items()}
+    for command in commands:
+        script, subcommand, *rest = command.split(maxsplit=2)
+        shown = subprocess.run(
+            ["bash", "-c", " ".join([script, subcommand, "--dry-run", *rest])],
+            cwd=ROOT,
+            env=CLEAN | variables,
+            capture_output=True,
+            text=True,
+        )
+        assert shown.returncode == 0, command + shown.stderr
+        assert shown.stdout
+
+
 # ---- requests that cannot be right ---------------------------------------------------------------
 
 NEEDED = {
