@@ -1,0 +1,71 @@
+"""What chips can do at most, and what a training step needs: the two sides of the MFU.
+
+MFU (model FLOPs utilisation) is the FLOPs that the model asks for, not those that the program
+runs, by the chips' published peak (Chowdhery et al. 2022, appendix B): recomputed layers and the
+spreading of relative scores do not count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ddrp_jax.config import ModelConfig
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Published figures of one TPU generation, per chip.
+
+    Attributes:
+        kind: what JAX calls it (`jax.Device.device_kind`).
+        peak_flops: bf16 products, FLOP/s.
+        memory: bytes of HBM.
+        bandwidth: of the HBM, bytes/s.
+        link_bandwidth: of all links to other chips together, one direction, bytes/s.
+    """
+
+    kind: str
+    peak_flops: float
+    memory: float
+    bandwidth: float
+    link_bandwidth: float
+
+
+# Google Cloud's documentation, one page for each generation ("System architecture", table of key
+# specifications, https://docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e). The pages give the
+# links' bandwidth for both directions (v5e 400 GB/s, v6e 800 GB/s) or for one in bits (v4 2,400
+# Gbit/s, v5p 4,800 Gbit/s).
+CHIPS = {
+    "v4": Chip("TPU v4", 275e12, 32 * _GIB, 1200e9, 300e9),
+    "v5e": Chip("TPU v5 lite", 197e12, 16 * _GIB, 819e9, 200e9),
+    "v5p": Chip("TPU v5", 459e12, 95 * _GIB, 2765e9, 600e9),
+    "v6e": Chip("TPU v6 lite", 918e12, 32 * _GIB, 1638e9, 400e9),
+}
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """Returns the figures of a device by its `device_kind`, None where they are not known."""
+    return next((chip for chip in CHIPS.values() if chip.kind == device_kind), None)
+
+
+def step_flops(model: ModelConfig, rows: int, length: int, predictions: int) -> float:
+    """Returns the FLOPs of one training step of the encoder with its masked-LM head.
+
+    Three times the forward pass's products (backward is two more), of which each parameter of a
+    matrix counts 2 for each token, and attention `4 T D` a token and layer (scores, and the
+    weighted sum); the head counts at predicted positions only. Embedding lookups, norms, dropout
+    and relative scores count nothing.
+
+    Args:
+        model: the encoder, with its vocabulary.
+        rows: rows of the step's batch.
+        length: tokens of a row.
+        predictions: predicted positions of a row.
+    """
+    d = model.hidden_size
+    matrices = 4 * d * d + 2 * d * model.intermediate_size
+    layers = model.num_layers * (2 * matrices + 4 * length * d) * length
+    head = 2 * (d * d + d * model.vocab_size) * predictions
+    return 3.0 * rows * (layers + head)
