@@ -13,21 +13,19 @@ from ml_collections import ConfigDict
 
 from ddrp_jax.config import (
     Config,
-    ModelConfig,
     OptimizerConfig,
     ScheduleConfig,
     StageConfig,
     TrainConfig,
-    from_config_dict,
     to_config_dict,
 )
 
 
 def get_config(checkpoint: str) -> ConfigDict:
     """Returns the config of a run that starts from `checkpoint` (give it to --init as well)."""
-    from ddrp_jax.training.checkpoint import find_checkpoint, read_config
+    from ddrp_jax.training.pretrained import model_config
 
-    model = from_config_dict(ModelConfig, read_config(find_checkpoint(checkpoint))["model"])
+    model = model_config(checkpoint)
     stage = StageConfig(
         records="runs/records",
         length=min(512, model.max_length),

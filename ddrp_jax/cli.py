@@ -30,6 +30,26 @@ COMMANDS = {
     "compare": ("ddrp_jax.commands.compare", "hold runs against each other, as table and figure"),
     "import": ("ddrp_jax.commands.import_", "take a published PyTorch model in"),
     "export": ("ddrp_jax.commands.export", "give a checkpoint back as a PyTorch model"),
+    "definitions build": (
+        "ddrp_jax.commands.definitions_build",
+        "turn a dictionary into examples of a vocabulary's tokens",
+    ),
+    "definitions train": (
+        "ddrp_jax.commands.definitions_train",
+        "train a model to produce a token's embedding from its definition",
+    ),
+    "definitions evaluate": (
+        "ddrp_jax.commands.definitions_evaluate",
+        "measure produced rows on held-out words, beside baselines",
+    ),
+    "definitions apply": (
+        "ddrp_jax.commands.definitions_apply",
+        "put produced rows into the model's word table",
+    ),
+    "definitions report": (
+        "ddrp_jax.commands.definitions_report",
+        "measure a word table before and after its rows were replaced",
+    ),
     "show": ("ddrp_jax.commands.show", "tell what a checkpoint or a record folder holds"),
 }
 
@@ -52,14 +72,13 @@ def main(argv: list[str] | None = None) -> int:
         if argv[0] == "--version":
             print(f"ddrp {ddrp_jax.__version__}")
             return 0
-        if argv[0] not in COMMANDS:
-            kind, known = ("flag", ["--help", "--version"])
-            if not argv[0].startswith("-"):
-                kind, known = ("command", list(COMMANDS))
-            hint = nearest(argv[0], known) or f"; known {kind}s: {', '.join(known)}"
-            raise UsageError(f"{argv[0]!r}: there is no such {kind}{hint}")
-        prog = f"ddrp {argv[0]}"
-        return _run(argv[0], argv[1:]) or 0
+        words = _command_words(argv)
+        command = " ".join(words)
+        if command not in COMMANDS:  # a group: `ddrp definitions`
+            print(_help(command))
+            return 0 if argv[1:] else 2
+        prog = f"ddrp {command}"
+        return _run(command, argv[len(words) :]) or 0
     except UsageError as error:
         return _fail(prog, str(error), 2)
     except DdrpError as error:
@@ -77,6 +96,29 @@ def main(argv: list[str] | None = None) -> int:
         if error.filename is None:
             raise
         return _fail(prog, f"{error.filename}: {error.strerror}", 1)
+
+
+def _command_words(argv: list[str]) -> list[str]:
+    """Returns the arguments that name a command, or a group whose help is wanted.
+
+    Raises:
+        UsageError: they name neither.
+    """
+    if argv[0] in COMMANDS:
+        return argv[:1]
+    group = [name for name in COMMANDS if name.startswith(f"{argv[0]} ")]
+    if group and (not argv[1:] or argv[1] in ("-h", "--help")):
+        return argv[:1]
+    if group and " ".join(argv[:2]) in COMMANDS:
+        return argv[:2]
+    if group:
+        given, kind, known = argv[1], f"'ddrp {argv[0]}' command", [n.split()[1] for n in group]
+    elif argv[0].startswith("-"):
+        given, kind, known = argv[0], "flag", ["--help", "--version"]
+    else:
+        given, kind, known = argv[0], "command", list(dict.fromkeys(n.split()[0] for n in COMMANDS))
+    hint = nearest(given, known) or f"; known {kind}s: {', '.join(known)}"
+    raise UsageError(f"{given!r}: there is no such {kind}{hint}")
 
 
 def _run(command: str, argv: list[str]) -> int | None:
@@ -151,9 +193,12 @@ class _Parser(argparse.ArgumentParser):
             raise UsageError(f"{name}={value!r}: expected one of {', '.join(choices)}{hint}")
 
 
-def _help() -> str:
-    width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items())
+def _help(group: str = "") -> str:
+    shown = {name: text for name, (_, text) in COMMANDS.items() if name.startswith(group)}
+    width = max(map(len, shown))
+    rows = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in shown.items())
+    if group:
+        return f"usage: ddrp {group} COMMAND [flags]\n\ncommands:\n{rows}"
     return (
         f"usage: ddrp COMMAND [flags]\n\n{ddrp_jax.__doc__}\n\ncommands:\n{rows}\n\n"
         "flags:\n  --help     this text; 'ddrp COMMAND --help' tells a command's flags\n"

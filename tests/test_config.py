@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from ddrp_jax.config import (
     Config,
     DecoderConfig,
+    DefinitionConfig,
     MaskingConfig,
     MeshConfig,
     ModelConfig,
@@ -28,6 +29,7 @@ from ddrp_jax.errors import UsageError
 
 CLASSES = (
     Config,
+    DefinitionConfig,
     DecoderConfig,
     MaskingConfig,
     MeshConfig,
@@ -97,7 +99,7 @@ def error(cls, values):
         ),
         (
             {"mesh": {"zzz": 1}},
-            "config.mesh.zzz: there is no such field; known fields: data, fsdp, tensor",
+            "config.mesh.zzz: there is no such field; known fields: data, fsdp, tensor, dcn_data",
         ),
         (
             {"model": {"position": {"kind": "dddrp"}}},
@@ -241,8 +243,12 @@ def test_every_file_of_configs_gives_a_valid_config():
     assert files
     for file in files:
         names = runpy.run_path(str(file))
-        if file.name == "go_on.py":  # takes a checkpoint, which tests/interop/test_journey.py has
+        # These take a checkpoint; other tests have one for them.
+        if file.name in ("go_on.py", "definitionemb_demo.py"):
             continue
-        config = from_config_dict(Config, names["get_config"]())
-        assert isinstance(config, Config)
-        assert names["__doc__"].count("ddrp pretrain"), f"{file.name} does not give its command"
+        kind, command = Config, "ddrp pretrain"
+        if file.name.startswith("definitionemb_"):
+            kind, command = DefinitionConfig, "ddrp definitions train"
+        config = from_config_dict(kind, names["get_config"]())
+        assert isinstance(config, kind)
+        assert names["__doc__"].count(command), f"{file.name} does not give its command"

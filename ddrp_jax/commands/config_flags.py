@@ -15,11 +15,11 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from ddrp_jax.config import Config, from_config_dict
+from ddrp_jax.config import Config, RunConfig, from_config_dict
 from ddrp_jax.errors import UsageError, nearest
 
 
-def load_config(config: str, overrides: Sequence[str] = ()) -> Config:
+def load_config(config: str, overrides: Sequence[str] = (), kind: type[RunConfig] = Config) -> Any:
     """Loads a config file and applies command-line overrides.
 
     Args:
@@ -27,12 +27,13 @@ def load_config(config: str, overrides: Sequence[str] = ()) -> Config:
             returns a ConfigDict.
         overrides: `--config.path=value`, `--config.path value`, `--config.flag`,
             `--noconfig.flag`.
+        kind: the class that the file's ConfigDict has to make, and that is returned.
 
     Raises:
         UsageError: no such file or field, or a value that does not fit.
     """
     values = _apply(_load_file(config), list(overrides))
-    return from_config_dict(Config, values)
+    return from_config_dict(kind, values)
 
 
 def _load_file(config: str) -> ConfigDict:

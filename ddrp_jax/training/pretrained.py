@@ -10,8 +10,9 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from ddrp_jax.config import Config, MeshConfig, from_config_dict
+from ddrp_jax.config import Config, MeshConfig, ModelConfig, from_config_dict
 from ddrp_jax.data.tokenizers import Tokenizer, load_tokenizer
+from ddrp_jax.errors import UsageError
 from ddrp_jax.models.heads import MaskedLM
 from ddrp_jax.models.seq2seq import Seq2Seq, build_model
 from ddrp_jax.training import checkpoint
@@ -44,6 +45,26 @@ class Pretrained:
         return nnx.merge(self.graphdef, self.params)
 
 
+def read_config(folder: Path) -> Config:
+    """Returns the config of a model's checkpoint.
+
+    Raises:
+        UsageError: it holds a reconstructor.
+    """
+    values = checkpoint.read_config(folder)
+    if "reconstruction" in values:
+        raise UsageError(
+            f"checkpoint '{folder}': a reconstructor, which is no model by itself; "
+            "'ddrp definitions apply' makes one with it"
+        )
+    return from_config_dict(Config, values, f"{folder}/config.json")
+
+
+def model_config(path: str | Path) -> ModelConfig:
+    """Returns the model's part of the config of a run or a checkpoint, for `configs/` files."""
+    return read_config(checkpoint.find_checkpoint(path)).model
+
+
 def load_pretrained(path: str | Path) -> Pretrained:
     """Loads the model of a run (its newest good checkpoint) or of one checkpoint's folder.
 
@@ -52,7 +73,7 @@ def load_pretrained(path: str | Path) -> Pretrained:
         DdrpError: it is damaged.
     """
     folder = checkpoint.find_checkpoint(path)
-    config = from_config_dict(Config, checkpoint.read_config(folder), f"{folder}/config.json")
+    config = read_config(folder)
     mesh = make_mesh(MeshConfig())
     graphdef, shapes, shardings = abstract_model(
         lambda rngs: build_model(config.model, rngs=rngs), mesh

@@ -1,0 +1,45 @@
+"""`ddrp definitions train`: train a model to produce token embeddings from definitions."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ddrp_jax.commands.config_flags import load_config
+
+EXAMPLE = """
+ddrp definitions train --config configs/definitionemb_demo.py:runs/minilm \\
+    --workdir runs/minilm-reconstructor \\
+    --config.stages[0].records=runs/minilm-definitions
+"""
+CONFIG_OVERRIDES = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's flags."""
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="FILE[:arg]",
+        help="a file that defines get_config(); those of this project take the checkpoint of the "
+        "model as arg; --config.path.to.field=value overrides a field",
+    )
+    parser.add_argument(
+        "--workdir",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="the run's folder; where it holds checkpoints, training goes on from the newest good "
+        "one",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; the status is 143 or 130 where SIGTERM or SIGINT stopped it."""
+    from ddrp_jax.config import DefinitionConfig
+
+    config = load_config(args.config, args.overrides, DefinitionConfig)
+
+    from ddrp_jax.definitions.reconstruct import train_reconstructor
+
+    return train_reconstructor(config, args.workdir)
