@@ -59,7 +59,9 @@ def build_examples(
     """
     with whole_folder(Path(output), marker=INDEX_FILE, overwrite=overwrite) as working:
         lexicon = Lexicon(dictionary if entries is None else entries)
-        kinds, own, carried, held_out = choose_definitions(lexicon, tokenizer, options)
+        kinds, own, carried, held_out = choose_definitions(
+            lexicon, tokenizer, options, dictionary.language
+        )
         maker = _Maker(lexicon, tokenizer, options)
         arrays, headwords = maker.make(
             sorted([*own, *carried], key=lambda plan: plan.target_id), held_out

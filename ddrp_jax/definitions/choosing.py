@@ -1,6 +1,6 @@
 """Which definitions explain which token of a vocabulary (section 2 of the specification).
 
-1. A number's is its own name in words.
+1. A number's is its own name in English words.
 2. A surface form of a word has that word's definitions: those of the same spelling, or else of the
    same letters in whatever case.
 3. Any other token is a piece of carrier words: single words whose tokenisation contains it, those
@@ -111,9 +111,16 @@ class Lexicon:
 
 
 def choose_definitions(
-    lexicon: Lexicon, tokenizer: Tokenizer, options: BuildOptions
+    lexicon: Lexicon, tokenizer: Tokenizer, options: BuildOptions, language: str = "en"
 ) -> tuple[list[str], list[Plan], list[Plan], set[str]]:
     """Decides what explains each token.
+
+    Args:
+        lexicon: the dictionary's definitions; those of numbers are added.
+        tokenizer: whose vocabulary is explained.
+        options: how.
+        language: of the definitions. We can name numbers in English ("en"); in another language a
+            number has the definitions that the dictionary gives it.
 
     Returns:
         The kind of each token, plans by a definition of the token's own, plans by carrier words,
@@ -130,7 +137,10 @@ def choose_definitions(
             kind = "special"
         elif name := spell_number(text):
             kind = "number"
-            definitions = [lexicon.add(text, NUMBER_POS, name)]
+            in_english = language == "en"
+            definitions = (
+                [lexicon.add(text, NUMBER_POS, name)] if in_english else lexicon.find(text)
+            )
         elif stands_alone and (definitions := lexicon.find(text)):
             kind = "whole word"
         kinds.append(kind)

@@ -243,6 +243,12 @@ def test_senses_are_the_first_or_the_mean(made, tmp_path):
     assert (first[two_senses] != mean[two_senses]).any(axis=1).all()
 
 
+def test_definitions_are_built_with_a_run_s_tokenizer(made, tmp_path):
+    shutil.copytree(made.model, tmp_path / "run" / "checkpoints" / "7")
+    definitions = write_definitions(tmp_path / "run", tmp_path / "in")
+    assert open_examples(definitions).tokenizer_fingerprint == made.tokenizer.fingerprint
+
+
 def test_a_second_replacement_is_recorded_behind_the_first(made, tmp_path):
     once, twice = tmp_path / "once", tmp_path / "twice"
     assert apply(made, once, "--ratio", "0.2") == 0

@@ -1,6 +1,7 @@
 """Examples against what the specification says of them, for every kind of tokenizer."""
 
 import collections
+import json
 import re
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vocabularies import ENTRIES, KINDS, built, flags, glosses, id_of, inputs, wordpiece
 
+from ddrp_jax.data.dictionary import open_dictionary
 from ddrp_jax.definitions.building import build_examples
 from ddrp_jax.definitions.choosing import BuildOptions
 from ddrp_jax.definitions.examples import ARRAYS
@@ -160,6 +162,18 @@ def test_numbers_are_spelt_out_and_pieces_have_carriers(pieces, tmp_path):
     assert examples.headwords[examples.headword[i]] == "café"
 
 
+def test_numbers_in_another_language_are_left_to_its_dictionary(pieces, tmp_path):
+    row = {"lang_code": "it", "pos": "num", "senses": [{"glosses": ["sea"]}]}
+    lines = [json.dumps({"word": word, **row}) for word in ("42", "mare", "tide")]
+    (tmp_path / "d.jsonl").write_text("\n".join(lines))
+    dictionary = open_dictionary(f"wiktextract:{tmp_path / 'd.jsonl'}", "it")
+    options = BuildOptions(holdout=0.0)
+    examples = build_examples(dictionary, pieces, tmp_path / "out", options)
+    assert examples.index["coverage"]["number"]["defined"] == 1
+    (i,) = np.flatnonzero(examples.target_id == id_of(pieces, "42"))
+    assert "sea" in pieces.decode(inputs(examples, i))
+
+
 def test_coverage_counts_every_token_once(tokenizer, examples, pieces, tmp_path):
     coverage = examples.index["coverage"]
     assert sum(kind["tokens"] for kind in coverage.values()) == tokenizer.vocab_size
@@ -260,7 +274,7 @@ RANDOM_WORDS = st.one_of(
 RANDOM_TEXT = st.lists(st.sampled_from(SOME_WORDS), min_size=1, max_size=6).map(" ".join)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     entries=st.lists(
         st.tuples(RANDOM_WORDS, st.sampled_from(["", "n."]), RANDOM_TEXT), min_size=4, max_size=30
