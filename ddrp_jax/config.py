@@ -302,8 +302,11 @@ class MeshConfig:
     data: int = -1
     fsdp: int = 1
     tensor: int = 1
+    # Slices that the data axis spans, where several are joined by an ordinary network.
+    dcn_data: int = 1
 
     def check(self, path: str) -> None:
+        _require(self.dcn_data >= 1, path, "dcn_data", self.dcn_data, "at least 1")
         sizes = (self.data, self.fsdp, self.tensor)
         _require(
             all(size >= 1 or size == -1 for size in sizes) and sizes.count(-1) <= 1,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from ddrp_jax.commands.config_flags import load_config
+from ddrp_jax.commands.hosts import add_host_arguments, joined
+from ddrp_jax.paths import as_path
 
 EXAMPLE = """
 ddrp pretrain --config configs/demo.py --workdir runs/demo
@@ -26,23 +27,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workdir",
         required=True,
-        type=Path,
+        type=as_path,
         metavar="DIR",
         help="the run's folder; where it holds checkpoints, training goes on from the newest good "
         "one",
     )
     parser.add_argument(
         "--init",
-        type=Path,
+        type=as_path,
         metavar="CHECKPOINT",
         help="start a new run from the parameters of another run or checkpoint",
     )
+    add_host_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; the status is 143 or 130 where SIGTERM or SIGINT stopped it."""
     config = load_config(args.config, args.overrides)
+    with joined(args, "ddrp pretrain"):
+        from ddrp_jax.training.pretraining import pretrain
 
-    from ddrp_jax.training.pretraining import pretrain
-
-    return pretrain(config, args.workdir, init=args.init)
+        return pretrain(config, args.workdir, init=args.init)

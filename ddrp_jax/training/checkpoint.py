@@ -11,18 +11,20 @@ alone:
     manifest.json  step, held-out loss, size and SHA-256 of every other file
 
 It is written as `.saving-<step>/` and renamed at the end: a folder with a step's name is whole,
-unless something happened to it later, which the manifest shows. This is the only module that
-imports orbax.
+unless something happened to it later, which the manifest shows. A bucket has no such rename: there
+it is written under its own name, and the manifest, which is written last, makes it whole. Of
+several processes each writes its part of the arrays, and process 0 the rest when all have done so.
+This is the only module that imports orbax.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import errno
-import hashlib
 import logging
 import os
-import shutil
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,17 +34,14 @@ import numpy as np
 import orjson
 
 from ddrp_jax.errors import DdrpError, UsageError
+from ddrp_jax.paths import absolute, as_path, copy_tree, is_remote, remove_tree
+from ddrp_jax.training import distributed, manifest
+from ddrp_jax.training.manifest import DamagedError, verify
 
-_MANIFEST = "manifest.json"
 _SAVING = ".saving-"
-_FORMAT = 2
 _log = logging.getLogger(__name__)
 # Orbax logs the traceback of every thread that an error passes through; the error reaches us too.
 logging.getLogger("absl").addFilter(lambda record: "_SignalingThread" not in str(record.msg))
-
-
-class DamagedError(DdrpError):
-    """A checkpoint whose files are not those that were written."""
 
 
 class Checkpoints:
@@ -65,7 +64,7 @@ class Checkpoints:
         keep_last: int,
         keep_best: int,
     ):
-        self.folder = folder.absolute()  # orbax wants it so
+        self.folder = absolute(folder)  # orbax wants it so
         self._config = config
         self._tokenizer = tokenizer
         self._keep_last = keep_last
@@ -75,17 +74,26 @@ class Checkpoints:
         self._pending: concurrent.futures.Future[None] | None = None
 
     def clean(self) -> None:
-        """Removes what a killed process left of a save."""
-        for leftover in self.folder.glob(f"{_SAVING}*"):
-            shutil.rmtree(leftover)
+        """Removes what a killed process left of a save; process 0's to do."""
+        if self.folder.exists():
+            for leftover in self.folder.glob(f"{_SAVING}*"):
+                remove_tree(leftover)
 
     def newest(self) -> Path | None:
         """Returns the newest good checkpoint, or None where there never was one.
 
+        Process 0 looks for all, so that they go on from the same one.
+
         Raises:
             DdrpError: there are checkpoints, but none is good.
         """
-        return _newest_good(self.folder, self._damaged)
+
+        def name_of_newest() -> str | None:
+            found = _newest_good(self.folder, self._damaged)
+            return found.name if found else None
+
+        name = distributed.on_main(name_of_newest)
+        return self.folder / name if name else None
 
     def save(
         self,
@@ -94,6 +102,7 @@ class Checkpoints:
         step: int,
         progress: Mapping[str, Any],
         held_out_loss: float | None = None,
+        evaluation_due: bool = False,
     ) -> None:
         """Starts to save; returns once the arrays are copied, so the state may be changed.
 
@@ -102,6 +111,7 @@ class Checkpoints:
             step: its number.
             progress: plain JSON data.
             held_out_loss: held-out loss of this very state, where it was measured.
+            evaluation_due: whether it has still to be measured; `settle` says what came of it.
 
         Raises:
             DdrpError: the save before this one failed, or this one did at once.
@@ -109,15 +119,23 @@ class Checkpoints:
         from orbax.checkpoint import v1 as ocp
 
         self.wait()
-        staging = self.folder / f"{_SAVING}{step}"
+        target = self.folder / str(step)
+        staging = target if is_remote(target) else self.folder / f"{_SAVING}{step}"
         try:
-            staging.mkdir(parents=True)
+            if distributed.is_main():
+                if is_remote(staging) and staging.exists():  # a save that was killed
+                    remove_tree(staging)
+                staging.mkdir(parents=True)
             response = ocp.save_checkpointables_async(staging / "arrays", _items(state))
         except Exception as error:
             raise self._failed(staging, error) from error
         self._pending = self._executor.submit(
-            self._finish, staging, response, step, dict(progress), held_out_loss
+            self._finish, staging, response, step, dict(progress), held_out_loss, evaluation_due
         )
+
+    def settle(self, step: int, held_out_loss: float | None) -> None:
+        """Adds the held-out loss that was due when a checkpoint was saved; process 0's to do."""
+        manifest.settle(self.folder / str(step), held_out_loss)
 
     def check(self) -> None:
         """Raises the error of a save that failed in the background."""
@@ -138,19 +156,28 @@ class Checkpoints:
             self._executor.shutdown()
 
     def _finish(
-        self, staging: Path, response: Any, step: int, progress: Any, held_out_loss: float | None
+        self,
+        staging: Path,
+        response: Any,
+        step: int,
+        progress: Any,
+        held_out_loss: float | None,
+        evaluation_due: bool,
     ) -> None:
         try:
-            response.result()
-            (staging / "config.json").write_bytes(_json(self._config))
-            (staging / "progress.json").write_bytes(_json(progress))
-            self._tokenizer.save(staging / "tokenizer")
-            _write_manifest(staging, step, held_out_loss)
+            response.result()  # in process 0 too, all processes have written their part now
+            if not distributed.is_main():
+                return
+            (staging / "config.json").write_bytes(manifest.to_json(self._config))
+            (staging / "progress.json").write_bytes(manifest.to_json(progress))
+            _save_tokenizer(self._tokenizer, staging / "tokenizer")
+            manifest.write(staging, step, held_out_loss, evaluation_due)
             target = self.folder / str(step)
-            if target.exists():  # found damaged, or it would have been resumed from
-                shutil.rmtree(target)
-            staging.rename(target)
-            _sync(self.folder)
+            if staging != target:
+                if target.exists():  # found damaged, or it would have been resumed from
+                    remove_tree(target)
+                staging.rename(target)
+                manifest.sync(self.folder)
             self._damaged.discard(target)
             self._prune()
         except Exception as error:
@@ -161,7 +188,7 @@ class Checkpoints:
         losses: dict[Path, float] = {}
         for path in _step_folders(self.folder):
             try:
-                loss = _read_manifest(path)["held_out_loss"]
+                loss = manifest.read(path)["held_out_loss"]
             except DamagedError:
                 continue  # not ours to delete, and not to be counted as kept
             if path not in self._damaged:
@@ -170,14 +197,21 @@ class Checkpoints:
                     losses[path] = loss
         best = sorted(losses, key=lambda path: losses[path])[: self._keep_best]
         for path in good[self._keep_last :]:
-            if path not in best:
-                # Renamed first, so that a kill in between leaves no half of a checkpoint.
+            if path in best:
+                continue
+            # Out of the way first, so that a kill in between leaves no half of a checkpoint.
+            if is_remote(path):
+                (path / manifest.FILE).unlink()
+                remove_tree(path)
+            else:
                 doomed = self.folder / f"{_SAVING}{path.name}-old"
                 path.rename(doomed)
-                shutil.rmtree(doomed)
+                remove_tree(doomed)
 
     def _failed(self, staging: Path, error: Exception) -> DdrpError:
-        shutil.rmtree(staging, ignore_errors=True)
+        if distributed.is_main() and staging.exists():
+            with contextlib.suppress(OSError):
+                remove_tree(staging)
         step = staging.name.removeprefix(_SAVING)
         if _is_disk_full(error):
             kept = ", ".join(path.name for path in _step_folders(self.folder)) or "none"
@@ -226,7 +260,7 @@ def find_checkpoint(path: str | Path) -> Path:
         DamagedError: the named checkpoint is damaged.
         DdrpError: the run has checkpoints, but none is good.
     """
-    path = Path(path).absolute()
+    path = absolute(as_path(path))
     if is_checkpoint(path):
         verify(path)
         return path
@@ -246,12 +280,12 @@ def find_best(path: str | Path) -> Path:
     Args and raises as for `find_checkpoint`; one checkpoint's own folder is taken as it is.
     """
     newest = find_checkpoint(path)
-    if newest == Path(path).absolute():
+    if newest == absolute(as_path(path)):
         return newest
     losses: dict[Path, float] = {}
     for folder in _step_folders(newest.parent):
         try:
-            loss = _read_manifest(folder)["held_out_loss"]
+            loss = manifest.read(folder)["held_out_loss"]
             if loss is not None:
                 verify(folder)
                 losses[folder] = loss
@@ -267,16 +301,7 @@ def has_checkpoints(folder: Path) -> bool:
 
 def is_checkpoint(path: Path) -> bool:
     """Returns whether `path` is one checkpoint's folder (good or damaged)."""
-    return (path / _MANIFEST).is_file() or (path / "arrays").is_dir()
-
-
-def verify(path: Path) -> None:
-    """Raises DamagedError unless every file of the checkpoint is as it was written."""
-    files = _read_manifest(path)["files"]
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        for problem in pool.map(lambda item: _problem(path / item[0], item[1]), files.items()):
-            if problem:
-                raise DamagedError(f"{path}: {problem}")
+    return (path / manifest.FILE).is_file() or (path / "arrays").is_dir()
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -291,7 +316,12 @@ def read_progress(path: Path) -> dict[str, Any]:
 
 def read_loss(path: Path) -> float | None:
     """Returns the held-out loss measured at a checkpoint's step, if it was."""
-    return _read_manifest(path)["held_out_loss"]
+    return manifest.read(path)["held_out_loss"]
+
+
+def is_evaluation_due(path: Path) -> bool:
+    """Returns whether a checkpoint's state was to be measured and was not, for lack of time."""
+    return manifest.read(path).get("evaluation_due", False)
 
 
 def parameter_shapes(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -400,6 +430,8 @@ def _step_folders(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     named = [path for path in folder.iterdir() if path.name.isdecimal()]
+    if is_remote(folder):
+        named = [path for path in named if (path / manifest.FILE).exists()]
     return sorted(named, key=lambda path: int(path.name), reverse=True)
 
 
@@ -422,67 +454,14 @@ def _newest_good(folder: Path, damaged: set[Path]) -> Path | None:
     return None
 
 
-def _write_manifest(folder: Path, step: int, held_out_loss: float | None) -> None:
-    files = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        digest = _digest(path)
-        # A rename may reach the disk before the data it names.
-        _sync(path)
-        files[path.relative_to(folder).as_posix()] = {
-            "size": path.stat().st_size,
-            "sha256": digest,
-        }
-    body = {"format": _FORMAT, "step": step, "held_out_loss": held_out_loss, "files": files}
-    manifest = {"sha256": hashlib.sha256(_json(body)).hexdigest(), "manifest": body}
-    (folder / _MANIFEST).write_bytes(_json(manifest))
-    _sync(folder / _MANIFEST)
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    """Returns the body of a checkpoint's manifest, after a look at its own checksum."""
-    try:
-        manifest = orjson.loads((path / _MANIFEST).read_bytes())
-        body, digest = manifest["manifest"], manifest["sha256"]
-    except FileNotFoundError:
-        raise DamagedError(f"{path}: {_MANIFEST} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"{path}: {_MANIFEST} cannot be read: {error}") from None
-    if hashlib.sha256(_json(body)).hexdigest() != digest:
-        raise DamagedError(f"{path}: {_MANIFEST} has changed since it was written")
-    if body["format"] != _FORMAT:
-        raise DamagedError(f"{path}: format {body['format']}; this version reads {_FORMAT}")
-    return body
-
-
-def _problem(path: Path, entry: Mapping[str, Any]) -> str | None:
-    try:
-        size = path.stat().st_size
-        if size != entry["size"]:
-            return f"{path.name} has {size} bytes, {entry['size']} were written"
-        if _digest(path) != entry["sha256"]:
-            return f"{path.name} has changed since it was written (SHA-256 differs)"
-    except FileNotFoundError:
-        return f"{path.name} is missing"
-    except OSError as error:
-        return f"{path.name} cannot be read: {error}"
-    return None
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _json(data: Any) -> bytes:
-    return orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    if not is_remote(folder):
+        tokenizer.save(folder)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        local = Path(temporary) / "tokenizer"
+        tokenizer.save(local)
+        copy_tree(local, folder)
 
 
 def _is_disk_full(error: BaseException) -> bool:

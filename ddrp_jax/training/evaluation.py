@@ -13,6 +13,7 @@ from ddrp_jax.config import Config
 from ddrp_jax.data import pipeline
 from ddrp_jax.data.records import Records
 from ddrp_jax.data.tokenizers import Tokenizer
+from ddrp_jax.training import sharding
 
 HELD_OUT = "heldout"
 # Rows are packed and masked with this seed in every run, so that runs can be compared.
@@ -29,6 +30,7 @@ def held_out_batches(
 ) -> Any:
     """Returns the rows on which a stage is measured, with masks that never change."""
     stage = config.stages[stage_index]
+    process_index, process_count = sharding.row_share(sharding.make_mesh(config.mesh))
     return pipeline.eval_batches(
         records,
         tokenizer,
@@ -38,8 +40,8 @@ def held_out_batches(
         masking=config.masking,
         seed=MASK_SEED,
         max_rows=config.train.eval_rows,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
+        process_index=process_index,
+        process_count=process_count,
     )
 
 
@@ -71,11 +73,13 @@ def evaluate(
 
 def put(batch: Mapping[str, np.ndarray], where: NamedSharding) -> dict[str, jax.Array]:
     """Places this process's rows of a batch on its devices."""
-    return {
-        name: jax.make_array_from_process_local_data(where, value)
-        for name, value in batch.items()
-        if name != "row"
-    }
+    # With several processes JAX does not count this as a transfer that was asked for.
+    with jax.transfer_guard_host_to_device("allow"):
+        return {
+            name: jax.make_array_from_process_local_data(where, value)
+            for name, value in batch.items()
+            if name != "row"
+        }
 
 
 def mean(pair: Any) -> Any:

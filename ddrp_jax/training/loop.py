@@ -2,7 +2,10 @@
 
 The order in the loop is the argument for exact resume: evaluate on the old state, save, take the
 next batch, step, log the previous step's metrics. The batch iterator advances only after the save,
-and every line of `metrics.jsonl` up to a checkpoint's step is written before the checkpoint.
+and every line of `metrics.jsonl` up to a checkpoint's step is written before the checkpoint. One
+line may come after it: a stop does not wait for an evaluation; the next life begins with it.
+
+Several processes run this same loop; process 0 alone writes metrics, the config and messages.
 """
 
 from __future__ import annotations
@@ -23,9 +26,9 @@ from jax.sharding import Mesh
 
 from ddrp_jax.config import RunConfig, StageConfig, as_dict
 from ddrp_jax.errors import DdrpError, UsageError
-from ddrp_jax.training import checkpoint, metrics, resume, sharding
+from ddrp_jax.training import checkpoint, distributed, metrics, resume, sharding
 from ddrp_jax.training.evaluation import HELD_OUT, evaluate, mean, put
-from ddrp_jax.training.preemption import StopSignal
+from ddrp_jax.training.preemption import Stopped, StopSignal
 from ddrp_jax.training.state import TrainState
 from ddrp_jax.training.step import Training
 from ddrp_jax.training.task import Batches, Task
@@ -51,11 +54,11 @@ def train(task: Task, workdir: Path, *, origin: str = "") -> int:
     mesh = sharding.make_mesh(config.mesh)
     _check_batches(config, mesh)
     metrics.check_wandb(config.train.wandb)
-    is_fresh = not checkpoint.has_checkpoints(workdir / "checkpoints")
+    distributed.check_same(as_dict(config))
+    is_fresh = distributed.on_main(lambda: not checkpoint.has_checkpoints(workdir / "checkpoints"))
     # Before anything is written: a wrong start leaves no folder behind.
     init_params = task.init_params(mesh) if is_fresh else None
 
-    workdir.mkdir(parents=True, exist_ok=True)
     checkpoints = checkpoint.Checkpoints(
         workdir / "checkpoints",
         config=as_dict(config),
@@ -63,8 +66,16 @@ def train(task: Task, workdir: Path, *, origin: str = "") -> int:
         keep_last=config.train.keep_last,
         keep_best=config.train.keep_best,
     )
-    with resume.only_process(workdir), contextlib.closing(checkpoints):
-        checkpoints.clean()
+    with contextlib.ExitStack() as stack:
+
+        def claim() -> None:
+            workdir.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(resume.only_process(workdir))
+            checkpoints.clean()
+
+        distributed.on_main(claim)
+        distributed.check_shared(workdir)
+        stack.enter_context(contextlib.closing(checkpoints))
         found = checkpoints.newest()
         progress: dict[str, Any] = {
             "step": 0,
@@ -74,14 +85,17 @@ def train(task: Task, workdir: Path, *, origin: str = "") -> int:
             "iterator": None,
         }
         changes: list[str] = []
+        evaluation_due = False
         if found is not None:
             progress = checkpoint.read_progress(found)
+            evaluation_due = checkpoint.is_evaluation_due(found)
             task.check_checkpoint(found)
             saved_config = checkpoint.read_config(found)
             changes = resume.check_resume(saved_config, config, progress["step"])
-        _write_json(workdir / "config.json", as_dict(config))
-        metrics.cut_back(workdir, progress["step"])
-        run = _Run(task, workdir, mesh, checkpoints, progress)
+        if distributed.is_main():
+            _write_json(workdir / "config.json", as_dict(config))
+            metrics.cut_back(workdir, progress["step"], HELD_OUT if evaluation_due else None)
+        run = _Run(task, workdir, mesh, checkpoints, progress, evaluation_due)
         with contextlib.closing(run):
             if found is not None:
                 run.screen.say(f"resuming from step {run.step}: {found}")
@@ -165,6 +179,7 @@ class _Run:
         mesh: devices.
         checkpoints: of this run.
         progress: of the checkpoint that it goes on from, or that of step 0.
+        evaluation_due: whether that checkpoint's state has still to be measured.
     """
 
     def __init__(
@@ -174,6 +189,7 @@ class _Run:
         mesh: Mesh,
         checkpoints: checkpoint.Checkpoints,
         progress: Mapping[str, Any],
+        evaluation_due: bool,
     ):
         config = task.config
         self.task = task
@@ -184,17 +200,21 @@ class _Run:
         self.saved_step = self.step if progress["iterator"] is not None else None
         self.tokens_seen: int = progress["tokens_seen"]
         self.iterator = progress["stage"], progress["iterator"]
+        self.evaluation_due = evaluation_due
         self.chrono = metrics.Chrono(progress["seconds"])
         self.compiled: set[Any] = set()
-        self.logged = self.tokens_seen, self.chrono.seconds["training"]
-        self.writer = metrics.MetricsWriter(
-            workdir,
-            first_step=self.step,
-            tensorboard=config.train.tensorboard,
-            wandb=config.train.wandb,
-            config=as_dict(config),
-        )
-        self.screen = metrics.Progress(config.total_steps, self.step)
+        self.logged = self.tokens_seen, self._stepping_seconds()
+        self.writer: metrics.MetricsWriter | metrics.Silent = metrics.Silent()
+        self.screen: metrics.Progress | metrics.Silent = metrics.Silent()
+        if distributed.is_main():
+            self.writer = metrics.MetricsWriter(
+                workdir,
+                first_step=self.step,
+                tensorboard=config.train.tensorboard,
+                wandb=config.train.wandb,
+                config=as_dict(config),
+            )
+            self.screen = metrics.Progress(config.total_steps, self.step)
 
     def close(self) -> None:
         self.writer.close()
@@ -202,7 +222,7 @@ class _Run:
 
     def train(self, first_state: Callable[[Training], TrainState]) -> int:
         """Trains every stage that is not over; returns the exit status."""
-        if self.step >= self.config.total_steps:
+        if self.step >= self.config.total_steps and not self.evaluation_due:
             self.screen.say(f"nothing to do: the run is at step {self.step}, its last")
             return 0
         state = None
@@ -210,19 +230,21 @@ class _Run:
         with StopSignal() as stop, self.chrono.spend("training"):
             for index, stage in enumerate(self.config.stages):
                 end = begin + stage.steps
-                if self.step < end:
+                was_last = self.evaluation_due and index == self.iterator[0]
+                if self.step < end or was_last:
                     now = self._stage(index, begin)
                     if state is None:
                         with self.chrono.spend("compiling"):
                             state = first_state(now.training)
                     state = self._train_stage(now, state, stop)
-                    if self.step < end:
+                    if stop.received is not None:
                         break
                 begin = end
             with self.chrono.spend("saving"):
                 self.checkpoints.wait()
         where = self.checkpoints.folder / str(self.step)
-        if stop.received is not None and self.step < self.config.total_steps:
+        ended = self.step == self.config.total_steps and not self.evaluation_due
+        if stop.received is not None and not ended:
             self.screen.say(
                 f"stopped by {stop.received.name} after step {self.step}, saved as {where}; the "
                 "same command goes on from there"
@@ -245,26 +267,34 @@ class _Run:
         train = self.config.train
         end = now.begin + now.config.steps
         previous: _Step | None = None
-        stopping = False
+        stopping = self.evaluation_due and not self._settle_evaluation(now, state, stop)
         with contextlib.closing(self.task.batches(now.index, self.step - now.begin)) as batches:
             if self.iterator[0] == now.index and self.iterator[1] is not None:
                 batches.set_state(self.iterator[1])
             while self.step < end and not stopping:
-                state, current = self._take_step(now, state, next(batches))
+                with self.chrono.spend("waiting"):
+                    batch = next(batches)
+                state, current = self._take_step(now, state, batch)
                 self._log(now, state, previous)
+                previous = current
                 self.checkpoints.check()
 
                 # The state is now old: measure it and save it before the next batch is taken.
                 stopping = stop.should_stop()
                 is_last = self.step == self.config.total_steps
                 evaluates = _is_due(self.step, train.eval_every) or is_last
-                saves = _is_due(self.step, train.save_every) or is_last or stopping
-                if evaluates or saves:
+                saves = _is_due(self.step, train.save_every) or is_last
+                if evaluates or saves or stopping:
                     self._log(now, state, current)
-                    loss = self._evaluate(now, state.params) if evaluates else None
-                    if saves:
+                    loss = None
+                    if evaluates:
+                        # A stop puts it off: a machine that is taken away grants few seconds.
+                        self.evaluation_due = True
+                        loss = None if stopping else self._evaluate(now, state.params, stop)
+                        stopping = stopping or self.evaluation_due
+                    if saves or stopping:
                         self._save(now, state, batches, loss)
-                previous = None if evaluates or saves else current
+                    previous = None
             self._log(now, state, previous)
         return state
 
@@ -304,10 +334,9 @@ class _Run:
         values = {k: v.item() for k, v in jax.device_get(step.values).items() if k != "finite"}
         pairs = jax.device_get(step.similarities)
         values = {name: mean(pair) for name, pair in pairs.items()} | values
-        seconds = self.chrono.seconds
-        tokens, training_seconds = self.logged
-        self.logged = step.tokens_seen, seconds["training"]
-        rate = (step.tokens_seen - tokens) / max(seconds["training"] - training_seconds, 1e-9)
+        tokens, seconds = self.logged
+        self.logged = step.tokens_seen, self._stepping_seconds()
+        rate = (step.tokens_seen - tokens) / max(self.logged[1] - seconds, 1e-9)
         self._write(
             step.number,
             "train",
@@ -321,13 +350,31 @@ class _Run:
         self.writer.write(step, split, values | seconds)
         self.screen.report(step, split, values)
 
-    def _evaluate(self, now: _Stage, params: Any) -> float | None:
+    def _stepping_seconds(self) -> float:
+        seconds = self.chrono.seconds
+        return seconds["training"] + seconds["waiting"]
+
+    def _settle_evaluation(self, now: _Stage, state: TrainState, stop: StopSignal) -> bool:
+        """Measures the checkpoint that an earlier life had no time for; False if stopped again."""
+        loss = self._evaluate(now, state.params, stop)
+        if not self.evaluation_due and distributed.is_main():
+            self.checkpoints.settle(self.step, loss)
+        return not self.evaluation_due
+
+    def _evaluate(self, now: _Stage, params: Any, stop: StopSignal) -> float | None:
+        """Measures and writes what it found; returns the criterion. A stop leaves it due."""
         if now.held_out is None:
+            self.evaluation_due = False
             return None
         with self.chrono.spend("evaluating"):
             function = functools.partial(self._call, now.training.evaluate)
-            means = evaluate(function, params, now.held_out, now.training.batch_sharding)
-            values = self.task.measures(means)
+            batches = stop.watch(now.held_out)
+            try:
+                means = evaluate(function, params, batches, now.training.batch_sharding)
+            except Stopped:
+                return None
+        self.evaluation_due = False
+        values = self.task.measures(means)
         self._write(self.step, HELD_OUT, values | {"tokens_seen": self.tokens_seen})
         loss = values.get(self.task.criterion, math.nan)
         return loss if math.isfinite(loss) else None
@@ -341,7 +388,13 @@ class _Run:
                 "tokens_seen": self.tokens_seen,
                 "seconds": self.chrono.seconds,
             }
-            self.checkpoints.save(state, step=self.step, progress=progress, held_out_loss=loss)
+            self.checkpoints.save(
+                state,
+                step=self.step,
+                progress=progress,
+                held_out_loss=loss,
+                evaluation_due=self.evaluation_due,
+            )
         self.saved_step = self.step
 
     def _stop_unhealthy(
@@ -355,7 +408,7 @@ class _Run:
                 self._save(now, good, batches, None)
             self.checkpoints.wait()
         where = self.checkpoints.folder / str(self.step)
-        rows = ", ".join(str(row) for row in step.rows if row >= 0)
+        rows = ", ".join(str(row) for row in distributed.gather_rows(step.rows) if row >= 0)
         raise DdrpError(
             f"step {step.number}: loss {values['loss']} or gradient norm {values['grad_norm']} is "
             f"not finite, in stage '{now.config.name}', rows {rows} of {now.source}; "

@@ -22,7 +22,7 @@ import orjson
 from ddrp_jax.errors import UsageError
 
 FILE = "metrics.jsonl"
-CATEGORIES = ("training", "compiling", "evaluating", "saving")
+CATEGORIES = ("training", "waiting", "compiling", "evaluating", "saving")
 
 
 class Chrono:
@@ -61,10 +61,15 @@ class Chrono:
         self._since = now
 
 
-def cut_back(workdir: Path, step: int) -> None:
+def cut_back(workdir: Path, step: int, split: str | None = None) -> None:
     """Drops what `metrics.jsonl` says of steps after `step`, and a line that a kill tore.
 
     The new file replaces the old one in one move.
+
+    Args:
+        workdir: the run's folder.
+        step: the last to keep.
+        split: what it says of this split at `step` itself is dropped too.
     """
     path = workdir / FILE
     if not path.exists():
@@ -76,7 +81,8 @@ def cut_back(workdir: Path, step: int) -> None:
                 event = orjson.loads(line)
             except orjson.JSONDecodeError:
                 continue
-            if line.endswith(b"\n") and event["step"] <= step:
+            is_kept = event["step"] <= step and (event["step"], event["split"]) != (step, split)
+            if line.endswith(b"\n") and is_kept:
                 new.write(line)
         new.flush()
         os.fsync(new.fileno())
@@ -157,6 +163,25 @@ class MetricsWriter:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+class Silent:
+    """Writer and screen of a process that leaves both to process 0."""
+
+    def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
+        """Writes nothing."""
+
+    def advance(self, step: int) -> None:
+        """Shows nothing."""
+
+    def report(self, step: int, split: str, values: Mapping[str, Any]) -> None:
+        """Shows nothing."""
+
+    def say(self, text: str) -> None:
+        """Shows nothing."""
+
+    def close(self) -> None:
+        """Has nothing to close."""
 
 
 class Progress:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from ddrp_jax.config import Config, ObjectiveConfig
@@ -16,7 +15,8 @@ from ddrp_jax.data.masking import Masker
 from ddrp_jax.data.records import Records, check_records, open_records
 from ddrp_jax.data.tokenizers import Tokenizer, load_tokenizer
 from ddrp_jax.errors import UsageError
-from ddrp_jax.training import checkpoint
+from ddrp_jax.paths import as_path
+from ddrp_jax.training import checkpoint, distributed, sharding
 from ddrp_jax.training.evaluation import HELD_OUT, held_out_batches
 from ddrp_jax.training.loop import train
 from ddrp_jax.training.step import Training, build_training
@@ -66,14 +66,15 @@ class Pretraining:
 
     def batches(self, stage_index: int, step: int) -> pipeline.TrainBatches:
         config = self.config
+        process_index, process_count = sharding.row_share(sharding.make_mesh(config.mesh))
         return pipeline.train_batches(
             self._corpora[stage_index],
             self.tokenizer,
             config.stages[stage_index],
             config.masking,
             seed=config.train.seed,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            process_index=process_index,
+            process_count=process_count,
             start_step=step,
             prefetch=config.train.prefetch,
             workers=config.train.workers,
@@ -91,7 +92,8 @@ class Pretraining:
     def init_params(self, mesh: Mesh) -> Any:
         if self._init is None:
             return None
-        path = checkpoint.find_checkpoint(self._init)
+        init = self._init
+        path = as_path(distributed.on_main(lambda: str(checkpoint.find_checkpoint(init))))
         self.check_checkpoint(path)
         return checkpoint.restore_params(path, self.training(0, mesh).abstract_state.params)
 

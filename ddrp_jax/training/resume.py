@@ -12,10 +12,14 @@ from typing import Any
 from ddrp_jax.config import RunConfig, as_dict, from_config_dict
 from ddrp_jax.errors import DdrpError, UsageError
 
-# The number of steps, what is logged, evaluated and saved, and how batches are made ahead: none
-# of these changes what a step computes, but for the learning rate of a schedule that ends with
-# its stage ("linear", "cosine"), which follows the new number of steps from the resume on.
+# The devices, the number of steps, what is logged, evaluated and saved, and how batches are made
+# ahead: none of these changes what a step computes, but for the learning rate of a schedule that
+# ends with its stage ("linear", "cosine"), which follows the new number of steps from then on.
 MAY_CHANGE = (
+    "mesh.data",
+    "mesh.fsdp",
+    "mesh.tensor",
+    "mesh.dcn_data",
     "stages[*].steps",
     "train.log_every",
     "train.eval_every",

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -22,7 +23,8 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
     """Returns the mesh of axes (data, fsdp, tensor) over all devices.
 
     Raises:
-        UsageError: the sizes do not multiply out to the number of devices.
+        UsageError: the sizes do not multiply out to the number of devices, or their slices to
+            `dcn_data`.
     """
     devices = jax.devices() if devices is None else devices
     sizes = {"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor}
@@ -35,9 +37,80 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
             "set one axis to -1 to take what is left"
         )
     # Auto, not Explicit: under explicit axes stock lookups and row-parallel products raise.
-    return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 3, devices=devices
+    types = (AxisType.Auto,) * 3
+    if _slices(devices) > 1 or config.dcn_data > 1:
+        _check_slices(config, sizes, devices)
+    if sizes["fsdp"] * sizes["tensor"] == 1:
+        # A reduction over all devices knows no order, so rows can follow that of the processes:
+        # a row's dropout then does not depend on how many processes feed the batch.
+        devices = sorted(devices, key=lambda device: (device.process_index, device.id))
+        return Mesh(
+            np.array(devices).reshape(tuple(sizes.values())), tuple(sizes), axis_types=types
+        )
+    if config.dcn_data > 1:
+        return Mesh(_across_slices(config, sizes, devices), tuple(sizes), axis_types=types)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
+
+
+def _check_slices(config: MeshConfig, sizes: dict[str, int], devices: list[jax.Device]) -> None:
+    slices, kind = _slices(devices), "slices"
+    if slices == 1:  # GPUs and CPUs know of none
+        slices, kind = len({device.process_index for device in devices}), "processes"
+    if config.dcn_data != slices:
+        raise UsageError(
+            f"config.mesh.dcn_data={config.dcn_data}: the {len(devices)} devices are in {slices} "
+            f"{kind}; set it to {slices}"
+        )
+    if sizes["data"] % slices:
+        raise UsageError(
+            f"config.mesh: data={sizes['data']} does not divide over dcn_data={slices} slices; "
+            f"fsdp x tensor = {sizes['fsdp'] * sizes['tensor']} may not exceed the devices of one "
+            f"slice, {len(devices) // slices}"
+        )
+
+
+def _across_slices(
+    config: MeshConfig, sizes: dict[str, int], devices: list[jax.Device]
+) -> np.ndarray:
+    """Returns the devices [data, fsdp, tensor] with only the data axis reaching across slices."""
+    from jax.experimental import mesh_utils
+
+    within = (sizes["data"] // config.dcn_data, sizes["fsdp"], sizes["tensor"])
+    return mesh_utils.create_hybrid_device_mesh(
+        within,
+        (config.dcn_data, 1, 1),
+        devices=devices,
+        process_is_granule=_slices(devices) == 1,
     )
+
+
+def _slices(devices: list[jax.Device]) -> int:
+    """Returns how many TPU slices the devices are in."""
+    if devices[0].platform != "tpu":
+        return 1
+    return len({getattr(device, "slice_index", 0) for device in devices})
+
+
+def row_share(mesh: Mesh) -> tuple[int, int]:
+    """Returns which share of a batch's rows this process feeds, and of how many.
+
+    Processes that the tensor axis joins feed the same rows.
+
+    Raises:
+        UsageError: the devices of a process do not make a share like those of the others.
+    """
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    places = mesh.devices.reshape(ways, -1)
+    shares: dict[int, set[int]] = {}
+    for way, device in np.ndenumerate(places):
+        shares.setdefault(device.process_index, set()).add(way[0])
+    distinct = sorted({tuple(sorted(share)) for share in shares.values()})
+    if sum(map(len, distinct)) != ways or len({len(share) for share in distinct}) != 1:
+        raise UsageError(
+            f"config.mesh: tensor={mesh.shape['tensor']} splits the devices of a process unevenly; "
+            f"make it a divisor or a multiple of the {jax.local_device_count()} devices of one"
+        )
+    return distinct.index(tuple(sorted(shares[jax.process_index()]))), len(distinct)
 
 
 def check_batch(stage: StageConfig, mesh: Mesh) -> None:

@@ -1,0 +1,84 @@
+"""Flags of commands that may run as several processes, and how such a process ends."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+
+from ddrp_jax.errors import DdrpError, UsageError
+
+
+def add_host_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that tell a process which others there are."""
+    group = parser.add_argument_group(
+        "several processes",
+        "on TPUs all processes of a slice find each other, so none of these is needed; elsewhere "
+        "start the command once for each process (each flag may come from the environment: "
+        "DDRP_COORDINATOR, DDRP_PROCESSES, DDRP_PROCESS, DDRP_HEARTBEAT_SECONDS)",
+    )
+    group.add_argument(
+        "--coordinator",
+        default=os.environ.get("DDRP_COORDINATOR", ""),
+        metavar="HOST:PORT",
+        help="where process 0 listens; 'auto' asks Slurm, Open MPI or Kubernetes",
+    )
+    for flag, metavar, text in (
+        ("processes", "N", "how many processes there are"),
+        ("process", "I", "which of them this is, from 0"),
+    ):
+        group.add_argument(
+            f"--{flag}",
+            type=int,
+            default=_number(f"DDRP_{flag.upper()}"),
+            metavar=metavar,
+            help=text,
+        )
+    group.add_argument(
+        "--heartbeat-seconds",
+        type=int,
+        default=_number("DDRP_HEARTBEAT_SECONDS") or 100,
+        metavar="S",
+        help="a process that is silent for so long is taken for dead, and the others end "
+        "(default: 100)",
+    )
+
+
+@contextlib.contextmanager
+def joined(args: argparse.Namespace, prog: str) -> Iterator[None]:
+    """Joins the other processes, and sees to it that none waits for one that failed.
+
+    Raises:
+        UsageError: the flags are incomplete.
+        DdrpError: the other processes cannot be reached.
+    """
+    from ddrp_jax.training import distributed
+
+    distributed.initialize(
+        distributed.Hosts(args.coordinator, args.processes, args.process, args.heartbeat_seconds)
+    )
+    try:
+        yield
+    except Exception as error:
+        # A process that exits in the ordinary way would first wait for the others.
+        if not distributed.is_joined():
+            raise
+        known = error if isinstance(error, DdrpError) else distributed.explain(error)
+        if known is None:
+            traceback.print_exc()
+        else:
+            print(f"{prog}: error: {known}", file=sys.stderr)
+        distributed.leave(2 if isinstance(known, UsageError) else 1)
+
+
+def _number(variable: str) -> int | None:
+    value = os.environ.get(variable)
+    if value is None:
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        raise UsageError(f"{variable}={value!r} in the environment: expected a number") from None
