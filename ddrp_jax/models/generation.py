@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal
 
 import jax
@@ -123,10 +124,57 @@ def _generate(
 Cache = list[tuple[jax.Array, ...]]
 
 
+class _Product:
+    """A linear layer of few rows: the weights stand on the left, `[F, D]`.
+
+    So it runs 1.5 times as fast on CPU; the barrier keeps XLA from turning it round again.
+    """
+
+    def __init__(self, kernel: jax.Array, bias: jax.Array, inputs: int, dtype: str):
+        self.kernel_fd = kernel.reshape(inputs, -1).T.astype(dtype)
+        self.bias = bias.reshape(-1).astype(dtype)
+
+    def __call__(self, x_rd: Float[Array, "r d"]) -> Float[Array, "r f"]:
+        return _product(self.kernel_fd, x_rd) + self.bias
+
+
+def _product(
+    kernel_fd: Float[Array, "f d"], x_rd: Float[Array, "r d"], dtype: Any = None
+) -> Float[Array, "r f"]:
+    y_fr = jnp.einsum("fd,rd->fr", kernel_fd, x_rd, preferred_element_type=dtype)
+    return jax.lax.optimization_barrier(y_fr).T
+
+
+class _StepLayer:
+    """A decoder layer as a step needs it, its weights cut out of the stack and turned."""
+
+    def __init__(self, layer: DecoderLayer, config: ModelConfig, memory: jax.Array):
+        def product(kernel: Any, bias: Any) -> _Product:
+            return _Product(kernel[...], bias[...], math.prod(kernel.shape[:axes]), config.dtype)
+
+        own, cross, feed_forward = layer.self_attention, layer.cross_attention, layer.feed_forward
+        axes = 1
+        self.qkv = product(own.qkv_kernel, own.qkv_bias)
+        self.cross_q = product(cross.q_kernel, cross.q_bias)
+        self.up = product(feed_forward.up_kernel, feed_forward.up_bias)
+        self.down = product(feed_forward.down_kernel, feed_forward.down_bias)
+        axes = 2
+        self.out = product(own.out_kernel, own.out_bias)
+        self.cross_out = product(cross.out_kernel, cross.out_bias)
+        self.norms = (
+            layer.self_attention_norm,
+            layer.cross_attention_norm,
+            layer.feed_forward_norm,
+        )
+        self.approximate = feed_forward.approximate
+        self.memory = tuple(x_bsnh.swapaxes(1, 2) for x_bsnh in cross.keys_and_values(memory))
+
+
 class Stepper:
     """The decoder, one position at a time for all beams of all texts.
 
-    A cache holds keys and values `[B, N, T, K, H]` of each layer, of the K beams at T positions.
+    A cache holds keys and values `[B, N, T * K, H]` of each layer: K beams at the first position,
+    at the second, and so on.
 
     Args:
         model: the model.
@@ -150,28 +198,21 @@ class Stepper:
         self.memory_mask = jnp.broadcast_to(
             memory_mask[:, None, None, :], (batch, 1, num_beams, sources)
         )
-        count = model.config.decoder.num_layers
+        self.word_table = model.word_table.astype(model.config.dtype)
         # Apart before the loop: a slice of stacked weights inside would be copied at every step.
-        self.layers: list[DecoderLayer] = [
-            jax.tree.map(lambda leaf, i=i: leaf[i], model.decoder.layers) for i in range(count)
-        ]
-        self.cross = [
-            tuple(x_bsnh.swapaxes(1, 2) for x_bsnh in layer.cross_attention.keys_and_values(memory))
-            for layer in self.layers
+        self.layers = [
+            _StepLayer(
+                jax.tree.map(lambda leaf, i=i: leaf[i], model.decoder.layers), model.config, memory
+            )
+            for i in range(model.config.decoder.num_layers)
         ]
 
     def empty_cache(self) -> Cache:
         """Returns the cache before the first position."""
         config = self.config
-        shape = (
-            self.memory_mask.shape[0],
-            config.num_heads,
-            self.length,
-            self.num_beams,
-            config.head_size,
-        )
-        zeros = jnp.zeros(shape, config.dtype)
-        return [(zeros, zeros) for _ in self.layers]
+        batch, beams = self.memory_mask.shape[0], self.num_beams
+        shape = (batch, config.num_heads, self.length * beams, config.head_size)
+        return [(jnp.zeros(shape, config.dtype),) * 2 for _ in self.layers]
 
     def __call__(
         self,
@@ -188,57 +229,53 @@ class Stepper:
             position: the position.
             ancestors_bkt: which beam wrote the key at each position before this one.
         """
-        model = self.model
+        model, shape = self.model, tokens_bk.shape
         # No key is written beyond this position, and here each beam wrote its own.
         seen = jnp.arange(self.length)[:, None]
         beams = jnp.arange(self.num_beams)
         own_bktj = jnp.where(
             seen == position, beams[:, None, None] == beams, ancestors_bkt[..., None] == beams
         )
-        mask = (own_bktj & (seen <= position)).reshape(*tokens_bk.shape, -1)[:, None]
+        mask = (own_bktj & (seen <= position)).reshape(*shape, -1)[:, None]
         x_bkd = model.decoder.embed(tokens_bk, jnp.full_like(tokens_bk, position), model.word_table)
+        x_rd = x_bkd.reshape(-1, x_bkd.shape[-1])
         updated = []
-        for layer, kept, (k_bnsh, v_bnsh) in zip(self.layers, cache, self.cross, strict=True):
-            attention = layer.self_attention
-            q, k, v = self._project(x_bkd, attention.qkv_kernel[...], attention.qkv_bias[...])
+        for layer, kept in zip(self.layers, cache, strict=True):
+            q_bnkh, *new = (self._heads(y, shape) for y in jnp.split(layer.qkv(x_rd), 3, axis=1))
             kept = tuple(
-                jax.lax.dynamic_update_slice_in_dim(old, new_bnkh[:, :, None], position, axis=2)
-                for old, new_bnkh in zip(kept, (k, v), strict=True)
+                jax.lax.dynamic_update_slice_in_dim(old, new_bnkh, position * shape[1], axis=2)
+                for old, new_bnkh in zip(kept, new, strict=True)
             )
             updated.append(kept)
-            keys, values = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in kept)
-            y = self._attend(attention, q, keys, values, mask)
-            x_bkd = layer.self_attention_norm(x_bkd + y)
-            cross = layer.cross_attention
-            (q,) = self._project(x_bkd, cross.q_kernel[...][:, None], cross.q_bias[...][None])
-            y = self._attend(cross, q, k_bnsh, v_bnsh, self.memory_mask)
-            x_bkd = layer.cross_attention_norm(x_bkd + y)
-            x_bkd = layer.feed_forward_norm(x_bkd + layer.feed_forward(x_bkd))
-        return model.logits(x_bkd), updated
+            y = layer.out(self._attend(q_bnkh, kept, mask))
+            x_rd = layer.norms[0](x_rd + y)
+            q_bnkh = self._heads(layer.cross_q(x_rd), shape)
+            y = layer.cross_out(self._attend(q_bnkh, layer.memory, self.memory_mask))
+            x_rd = layer.norms[1](x_rd + y)
+            y = layer.down(ops.gelu(layer.up(x_rd), layer.approximate))
+            x_rd = layer.norms[2](x_rd + y)
+        logits = _product(self.word_table, x_rd, jnp.float32) + model.logits_bias
+        return logits.reshape(*shape, -1), updated
 
-    def _project(
-        self, x_bkd: jax.Array, kernel: jax.Array, bias: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        """Returns each of the fused projections, `[B, N, K, H]`."""
-        y = ops.linear(x_bkd, kernel.reshape(kernel.shape[0], -1), bias.reshape(-1))
-        y = y.reshape(*x_bkd.shape[:2], *bias.shape)
-        return tuple(y[:, :, i].swapaxes(1, 2) for i in range(bias.shape[0]))
+    def _heads(self, x_rd: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Returns `[B, N, K, H]`."""
+        return x_rd.reshape(*shape, self.config.num_heads, -1).swapaxes(1, 2)
 
-    def _attend(
-        self, attention: Any, q_bnkh: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array
-    ) -> jax.Array:
+    def _attend(self, q_bnkh: jax.Array, kept: tuple[jax.Array, ...], mask: jax.Array) -> jax.Array:
+        """Returns the weighted sums of values, all heads of a row behind each other."""
+        keys, values = kept
         q_bnkh = q_bnkh * jnp.asarray(self.config.head_size**-0.5, q_bnkh.dtype)
-        scores = jnp.einsum("bnkh,bnsh->bnks", q_bnkh, keys)
-        z_bknh, _ = ops.attend(_mix, scores, mask, values, None, 0.0)
-        kernel = attention.out_kernel[...]
-        z_bkd = z_bknh.reshape(*z_bknh.shape[:2], -1)
-        return ops.linear(z_bkd, kernel.reshape(-1, kernel.shape[-1]), attention.out_bias[...])
+        # Keys on the left and a barrier, as in `_Product`.
+        scores = jax.lax.optimization_barrier(jnp.einsum("bnsh,bnkh->bnsk", keys, q_bnkh))
+        z_bknh, _ = ops.attend(_mix, scores.swapaxes(2, 3), mask, values, None, 0.0)
+        return z_bknh.reshape(z_bknh.shape[0] * z_bknh.shape[1], -1)
 
 
 def _mix(
     probs_bnks: Float[Array, "b n k s"], values_bnsh: Float[Array, "b n s h"]
 ) -> Float[Array, "b k n h"]:
-    return jnp.einsum("bnks,bnsh->bknh", probs_bnks, values_bnsh)
+    z_bnkh = jnp.einsum("bnks,bnsh->bnkh", probs_bnks, values_bnsh)
+    return jax.lax.optimization_barrier(z_bnkh).swapaxes(1, 2)
 
 
 def _constrained(

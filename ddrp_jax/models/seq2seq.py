@@ -227,6 +227,15 @@ class Seq2Seq(nnx.Module):
         """The table of input embeddings that encoder, decoder and output share."""
         return self.encoder.embeddings.word[...]
 
+    @property
+    def logits_bias(self) -> Float[Array, " v"]:
+        """What is added to the logits: it keeps the entries that pad the vocabulary from being
+        likely.
+        """
+        bias = self.final_logits_bias[...]
+        is_real = jnp.arange(bias.size) < self.config.vocab_size
+        return jnp.where(is_real, bias, ops.MASKED_SCORE)
+
     def encode(
         self,
         source_ids: Int[Array, "b s"],
@@ -294,9 +303,7 @@ class Seq2Seq(nnx.Module):
         """Returns float32 logits at some positions, or everywhere; padded entries are unlikely."""
         if predict_positions is not None:
             hidden = jnp.take_along_axis(hidden, predict_positions[..., None], axis=1)
-        bias = self.final_logits_bias[...]
-        is_real = jnp.arange(bias.size) < self.config.vocab_size
-        return ops.logits(hidden, self.word_table, jnp.where(is_real, bias, ops.MASKED_SCORE))
+        return ops.logits(hidden, self.word_table, self.logits_bias)
 
 
 def shift_right(ids: Int[Array, "b t"], start_id: int) -> Int[Array, "b t"]:
