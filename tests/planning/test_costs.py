@@ -1,6 +1,7 @@
 """Costs read from compiled text, against programs whose counts are known."""
 
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -63,13 +64,13 @@ def test_batched_products_and_both_passes_count():
 
 
 def test_convolutions_count_real_places_alone():
-    text = """
-HloModule module
-ENTRY %main (a: f32[4,8,16], b: f32[4,16,32]) -> f32[4,8,32] {
-  %a = f32[4,8,16]{2,1,0} parameter(0)
-  %b = f32[4,16,32]{2,1,0} parameter(1)
-  ROOT %conv = f32[4,8,32]{2,1,0} convolution(%a, %b), window={size=4 stride=3 pad=0_0 lhs_dilate=4}, dim_labels=0bf_0io->0bf
-}
+    window = "window={size=4 stride=3 pad=0_0 lhs_dilate=4}, dim_labels=0bf_0io->0bf"
+    text = f"""
+ENTRY %main (a: f32[4,8,16], b: f32[4,16,32]) -> f32[4,8,32] {{
+  %a = f32[4,8,16]{{2,1,0}} parameter(0)
+  %b = f32[4,16,32]{{2,1,0}} parameter(1)
+  ROOT %conv = f32[4,8,32]{{2,1,0}} convolution(%a, %b), {window}
+}}
 """
     # A batch of four products [8, 16] x [16, 32], as the TPU compiler writes it: of 16 pairs of
     # an output and a kernel place, four meet an input.
@@ -77,40 +78,8 @@ ENTRY %main (a: f32[4,8,16], b: f32[4,16,32]) -> f32[4,8,32] {
     assert cost.flops == 4 * 2 * 8 * 16 * 32
 
 
-TPU_LOOP = """
-HloModule module, is_scheduled=true
-%fused (p: bf16[12,8,128], i: s32[]) -> bf16[8,128] {
-  %p = bf16[12,8,128]{2,1,0:T(8,128)(2,1)} parameter(0)
-  %i = s32[]{:T(128)} parameter(1)
-  %zero = s32[]{:T(128)} constant(0)
-  %slice = bf16[1,8,128]{2,1,0:T(8,128)(2,1)} dynamic-slice(%p, %i, %zero, %zero), dynamic_slice_sizes={1,8,128}
-  ROOT %flat = bf16[8,128]{1,0:T(8,128)(2,1)} bitcast(%slice)
-}
-%body (state: (s32[], bf16[8,128], bf16[12,8,128])) -> (s32[], bf16[8,128], bf16[12,8,128]) {
-  %state = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, /*index=2*/bf16[12,8,128]{2,1,0:T(8,128)(2,1)}) parameter(0)
-  %i = s32[]{:T(128)} get-tuple-element(%state), index=0
-  %stack = bf16[12,8,128]{2,1,0:T(8,128)(2,1)} get-tuple-element(%state), index=2
-  %one = s32[]{:T(128)} constant(1)
-  %next = s32[]{:T(128)} add(%i, %one)
-  %x = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} fusion(%stack, %i), kind=kLoop, calls=%fused, backend_config={"window_config":{"estimated_cycles":"700"}}
-  ROOT %out = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, /*index=2*/bf16[12,8,128]{2,1,0:T(8,128)(2,1)}) tuple(%next, %x, %stack)
-}
-%condition (state: (s32[], bf16[8,128], bf16[12,8,128])) -> pred[] {
-  %state.1 = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, /*index=2*/bf16[12,8,128]{2,1,0:T(8,128)(2,1)}) parameter(0)
-  %i.1 = s32[]{:T(128)} get-tuple-element(%state.1), index=0
-  %end = s32[]{:T(128)} constant(12)
-  ROOT %test = pred[]{:T(512)} compare(%i.1, %end), direction=LT
-}
-ENTRY %main (x: bf16[8,128], stack: bf16[12,8,128]) -> bf16[8,128] {
-  %x.1 = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(0)
-  %stack.1 = bf16[12,8,128]{2,1,0:T(8,128)(2,1)} parameter(1)
-  %start = s32[]{:T(128)} constant(2)
-  %copied = s32[]{:T(128)} copy(%start), backend_config={"window_config":{"estimated_cycles":"5"}}
-  %init = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, /*index=2*/bf16[12,8,128]{2,1,0:T(8,128)(2,1)}) tuple(%copied, %x.1, %stack.1)
-  %loop = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, /*index=2*/bf16[12,8,128]{2,1,0:T(8,128)(2,1)}) while(%init), condition=%condition, body=%body
-  ROOT %result = bf16[8,128]{1,0:T(8,128)(2,1)} get-tuple-element(%loop), index=1
-}
-"""
+# A loop as the TPU compiler writes it, cut down to what is read.
+TPU_LOOP = (Path(__file__).parent / "tpu_loop.hlo").read_text()
 
 
 def test_tpu_text_trip_counts_come_from_the_condition():
