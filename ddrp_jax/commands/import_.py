@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source",
         metavar="SOURCE",
         help="a Hugging Face model folder (config.json with model.safetensors, its shards, or "
-        "pytorch_model.bin), or a name on the hub; BERT, RoBERTa, MPNet, or one that "
-        "'ddrp export' wrote",
+        "pytorch_model.bin), or a name on the hub; BERT, RoBERTa, MPNet, BART, or one "
+        "that 'ddrp export' wrote",
     )
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="the checkpoint to make")
     parser.add_argument(
@@ -63,8 +63,11 @@ def run(args: argparse.Namespace) -> None:
     for name, reason in imported.left_out.items():
         print(f"left out  {name}: {reason}")
     config = imported.config
+    layers = str(config.num_layers)
+    if config.decoder.num_layers:
+        layers += f" + {config.decoder.num_layers}"
     print(
         f"wrote {args.output}: {imported.family.architecture(imported.kind)}, "
-        f"{config.num_layers} layers of {config.hidden_size}, {config.vocab_size:,} pieces "
+        f"{layers} layers of {config.hidden_size}, {config.vocab_size:,} pieces "
         f"({tokenizer.kind})"
     )

@@ -1,4 +1,4 @@
-"""The families of published models that the encoder can express, and how their configs read.
+"""The families of published models that our models can express, and how their configs read.
 
 A family turns a `config.json` into a `ModelConfig` and back, and owns its table of names.
 """
@@ -129,7 +129,7 @@ class Family:
             source: how errors call it.
 
         Raises:
-            UsageError: the encoder cannot express it.
+            UsageError: our model cannot express it.
         """
         given = {name: value for name, value in published.items() if value is not None}
         values = {**_DEFAULTS, **self.defaults, **given}
