@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from ddrp_jax.config import ModelConfig
 from ddrp_jax.models import ops
-from ddrp_jax.models.attention import Attention
+from ddrp_jax.models.attention import Attention, segment_mask
 from ddrp_jax.models.blocks import FeedForward, LayerNorm
 from ddrp_jax.models.encoder import Encoder, embed_words, padded_vocabulary, with_remat
 from ddrp_jax.models.heads import MaskedLM
@@ -142,9 +142,10 @@ class Decoder(nnx.Module):
     def __call__(
         self,
         input_ids: Int[Array, "b t"],
-        input_mask: Bool[Array, "b t"],
+        segment_ids: Int[Array, "b t"],
+        positions: Int[Array, "b t"],
         memory_bsd: Float[Array, "b s d"],
-        memory_mask: Bool[Array, "b s"],
+        memory_segment_ids: Int[Array, "b s"],
         word_table: Float[Array, "v d"],
         *,
         dropout_keys: UInt32[Array, " b"] | None = None,
@@ -154,20 +155,19 @@ class Decoder(nnx.Module):
 
         Args:
             input_ids: what the decoder reads; each position sees itself and what stands before.
-            input_mask: True for real tokens.
+            segment_ids: 0 for padding; tokens attend within their segment.
+            positions: place of each token in its segment.
             memory_bsd: the encoder's output.
-            memory_mask: True for its real tokens.
+            memory_segment_ids: of its tokens; a segment looks at the one of the same number.
             word_table: the encoder's.
             dropout_keys: one for each row; None for evaluation.
             output_hidden_states: whether to keep every layer's output.
         """
         config = self.config
-        batch, length = input_ids.shape
-        positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
-        mask = jnp.tril(jnp.ones((length, length), bool)) & input_mask[:, None, None, :]
-        cross_mask = jnp.broadcast_to(
-            memory_mask[:, None, None, :], (batch, 1, length, memory_mask.shape[1])
-        )
+        causal = jnp.tril(jnp.ones((input_ids.shape[1],) * 2, bool))
+        mask = segment_mask(segment_ids) & causal
+        same = segment_ids[:, :, None] == memory_segment_ids[:, None, :]
+        cross_mask = (same & (memory_segment_ids > 0)[:, None, :])[:, None]
 
         def keys_for(place: int | jax.Array) -> jax.Array | None:
             return None if dropout_keys is None else ops.fold(dropout_keys, place)
@@ -239,18 +239,17 @@ class Seq2Seq(nnx.Module):
     def encode(
         self,
         source_ids: Int[Array, "b s"],
-        source_mask: Bool[Array, "b s"],
+        source_segments: Int[Array, "b s"] | Bool[Array, "b s"],
+        positions: Int[Array, "b s"] | None = None,
         *,
         dropout_keys: UInt32[Array, " b"] | None = None,
         output_hidden_states: bool = False,
     ) -> tuple[Float[Array, "b s d"], Float[Array, "m1 b s d"] | None]:
         """Returns the encoder's last hidden states, and on demand those of all layers."""
-        # BART's positions are columns, whatever the padding.
-        positions = jnp.broadcast_to(jnp.arange(source_ids.shape[1]), source_ids.shape)
         output = self.encoder(
             source_ids,
-            source_mask.astype(jnp.int32),
-            positions,
+            source_segments.astype(jnp.int32),
+            _columns(source_ids) if positions is None else positions,
             dropout_keys=dropout_keys,
             output_hidden_states=output_hidden_states,
         )
@@ -259,10 +258,11 @@ class Seq2Seq(nnx.Module):
     def __call__(
         self,
         source_ids: Int[Array, "b s"],
-        source_mask: Bool[Array, "b s"],
+        source_segments: Int[Array, "b s"] | Bool[Array, "b s"],
         decoder_ids: Int[Array, "b t"],
-        decoder_mask: Bool[Array, "b t"],
+        decoder_segments: Int[Array, "b t"] | Bool[Array, "b t"],
         *,
+        positions: tuple[Int[Array, "b s"], Int[Array, "b t"]] | None = None,
         dropout_keys: UInt32[Array, " b"] | None = None,
         output_hidden_states: bool = False,
     ) -> Seq2SeqOutput:
@@ -270,9 +270,11 @@ class Seq2Seq(nnx.Module):
 
         Args:
             source_ids: the encoder's token ids.
-            source_mask: True for real tokens.
+            source_segments: 0 (or False) for padding; tokens attend within their segment.
             decoder_ids: the decoder's token ids; hidden state t has seen those up to t.
-            decoder_mask: True for real tokens.
+            decoder_segments: likewise; a segment sees the source's segment of the same number.
+            positions: place of each source and decoder token in its segment; None takes columns,
+                as PyTorch's BART does whatever the padding.
             dropout_keys: `ops.row_keys`, one for each row; None for evaluation.
             output_hidden_states: whether to keep every layer's output.
         """
@@ -280,17 +282,20 @@ class Seq2Seq(nnx.Module):
         def keys_for(place: int) -> jax.Array | None:
             return None if dropout_keys is None else ops.fold(dropout_keys, place)
 
+        places = (_columns(source_ids), _columns(decoder_ids)) if positions is None else positions
         memory, memory_states = self.encode(
             source_ids,
-            source_mask,
+            source_segments,
+            places[0],
             dropout_keys=keys_for(0),
             output_hidden_states=output_hidden_states,
         )
         hidden, hidden_states = self.decoder(
             decoder_ids,
-            decoder_mask,
+            decoder_segments.astype(jnp.int32),
+            places[1],
             memory,
-            source_mask,
+            source_segments.astype(jnp.int32),
             self.word_table,
             dropout_keys=keys_for(1),
             output_hidden_states=output_hidden_states,
@@ -304,6 +309,10 @@ class Seq2Seq(nnx.Module):
         if predict_positions is not None:
             hidden = jnp.take_along_axis(hidden, predict_positions[..., None], axis=1)
         return ops.logits(hidden, self.word_table, self.logits_bias)
+
+
+def _columns(ids: Int[Array, "b t"]) -> Int[Array, "b t"]:
+    return jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
 
 
 def shift_right(ids: Int[Array, "b t"], start_id: int) -> Int[Array, "b t"]:

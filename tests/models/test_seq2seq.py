@@ -150,6 +150,23 @@ def test_no_position_sees_what_comes_after_it_nor_padding():
             np.testing.assert_array_equal(moved, source_mask[row])
 
 
+def test_texts_packed_in_a_row_do_not_see_each_other():
+    model = bart.ours(bart.make())
+    (ids, mask), (read, read_mask) = both()
+    wanted, _ = run(model, (ids, mask), (read, read_mask))
+    # Texts 0 and 1 in one row, each with a source of its own; text 1's are 7 and 4 tokens.
+    source = np.concatenate([ids[0], ids[1, :7]])[None]
+    target = np.concatenate([read[0], read[1, :4]])[None]
+    segments = [np.repeat([[1, 2]], counts, axis=1) for counts in ([9, 7], [6, 4])]
+    positions = tuple(
+        jnp.asarray(np.concatenate([np.arange(n) for n in counts])[None])
+        for counts in ([9, 7], [6, 4])
+    )
+    packed, _ = run(model, (source, segments[0]), (target, segments[1]), positions=positions)
+    np.testing.assert_allclose(packed.hidden[0, :6], wanted.hidden[0], atol=1e-5)
+    np.testing.assert_allclose(packed.hidden[0, 6:], wanted.hidden[1, :4], atol=1e-5)
+
+
 def test_dropout_belongs_to_a_row():
     theirs = bart.make(dropout=0.2, attention_dropout=0.2)
     model = bart.ours(theirs)
