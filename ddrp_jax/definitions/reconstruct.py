@@ -274,7 +274,8 @@ class Reconstruction:
         ratio = self.config.reconstruction.filter_ratio
         if ratio:
             ranking = rank_tokens(self.tokenizer)
-            is_target[ranking[len(ranking) - round(ratio * len(ranking)) :]] = False
+            count = min(round(ratio * len(is_target)), len(ranking))
+            is_target[ranking[len(ranking) - count :]] = False
         return is_target
 
     def _ridge_map(self, pretrained: Pretrained, params: Any) -> np.ndarray:

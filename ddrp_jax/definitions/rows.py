@@ -8,6 +8,7 @@ import functools
 import numpy as np
 
 from ddrp_jax.config import ReconstructionConfig
+from ddrp_jax.data.frequency import reserved_ids
 from ddrp_jax.data.hashing import random_bits, uniform
 from ddrp_jax.data.packing import pack
 from ddrp_jax.data.pipeline import Batch
@@ -72,8 +73,8 @@ class ExampleRows:
 
     @functools.cached_property
     def _ordinary(self) -> np.ndarray:
-        special = sorted(self.tokenizer.special_ids)
-        return np.setdiff1d(np.arange(self.tokenizer.vocab_size), special).astype(np.int32)
+        reserved = sorted(reserved_ids(self.tokenizer))
+        return np.setdiff1d(np.arange(self.tokenizer.vocab_size), reserved).astype(np.int32)
 
     @property
     def num_rows(self) -> int:
