@@ -73,9 +73,14 @@ class Attention(nnx.Module):
         """
         config, dtype = self.config, x_btd.dtype
         d = config.hidden_size
-        qkv = ops.linear(x_btd, self.qkv_kernel[...].reshape(d, -1), self.qkv_bias[...].reshape(-1))
-        qkv = qkv.reshape(*x_btd.shape[:2], *self.qkv_bias.shape)
-        q_btnh, k_btnh, v_btnh = (part[:, :, 0] for part in jnp.split(qkv, 3, axis=2))
+        kernel, kernel_bias = self.qkv_kernel[...], self.qkv_bias[...]
+        # Three products: the parts of one would be cut out of it, and put together again.
+        q_btnh, k_btnh, v_btnh = (
+            ops.linear(
+                x_btd, kernel[:, part].reshape(d, -1), kernel_bias[part].reshape(-1)
+            ).reshape(*x_btd.shape[:2], config.num_heads, config.head_size)
+            for part in range(3)
+        )
         if config.position.kind == "rope":
             q_btnh = rotate(q_btnh, positions, config.position.rope_theta)
             k_btnh = rotate(k_btnh, positions, config.position.rope_theta)

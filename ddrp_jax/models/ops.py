@@ -57,11 +57,15 @@ def linear(
     x: Float[Array, "*rows d"], kernel: Float[Array, "d f"], bias: Float[Array, " f"]
 ) -> Float[Array, "*rows f"]:
     """Returns `x @ kernel + bias`, computed in the type of `x`."""
+    return _linear(x, kernel, bias)
+
+
+def _linear(x, kernel, bias):
     return x @ kernel.astype(x.dtype) + bias.astype(x.dtype)
 
 
 def _linear_forward(x, kernel, bias):
-    return linear(x, kernel, bias), (x, kernel)
+    return _linear(x, kernel, bias), (x, kernel)
 
 
 def _linear_backward(saved, g):
@@ -129,8 +133,8 @@ def feed_forward(
 
 
 def _feed_forward_forward(x, up_kernel, up_bias, down_kernel, down_bias, approximate):
-    before = linear(x, up_kernel, up_bias)
-    out = linear(gelu(before, approximate), down_kernel, down_bias)
+    before = _linear(x, up_kernel, up_bias)
+    out = _linear(gelu(before, approximate), down_kernel, down_bias)
     return out, (x, before, up_kernel, down_kernel)
 
 
@@ -205,7 +209,7 @@ def attend(
         rate: dropout of the weights.
 
     Returns:
-        `mix(dropout(weights), values)`, and the weights before dropout in float32.
+        `mix(dropout(weights), values)`, and the weights before dropout, in the scores' type.
     """
     return _attend_forward(mix, scores, mask, values, dropout_keys, rate)[0]
 
@@ -215,7 +219,7 @@ def _attend_forward(mix, scores, mask, values, dropout_keys, rate):
     probs = jax.nn.softmax(scores32, axis=-1)
     z = mix(dropout(probs, dropout_keys, rate).astype(scores.dtype), values)
     kept = probs.astype(scores.dtype)
-    return (z, probs), (kept, values, dropout_keys)
+    return (z, kept), (kept, values, dropout_keys)
 
 
 def _attend_backward(mix, rate, saved, g):
@@ -224,6 +228,7 @@ def _attend_backward(mix, rate, saved, g):
     probs = kept.astype(jnp.float32)
     dropped = dropout(probs, dropout_keys, rate).astype(kept.dtype)
     g_dropped, g_values = jax.vjp(mix, dropped, values)[1](g_z)
+    g_probs = g_probs.astype(jnp.float32)
     g_probs += dropout(g_dropped.astype(jnp.float32), dropout_keys, rate)
     # Weights are exactly 0 where the mask is False, and so is the gradient there.
     g_scores = probs * (g_probs - (g_probs * probs).sum(-1, keepdims=True))

@@ -9,6 +9,8 @@ batch whatever the number of devices or microbatches.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -97,14 +99,39 @@ def head_cosine(
     return (_pairwise(probs, heads) * counted_bt).sum(), weight
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _pairwise(a_bnts: Float[Array, "b n t s"], heads: int) -> Float[Array, "b t"]:
-    """Returns the mean over pairs of different heads of the cosine of their vectors."""
-    a_bnts = a_bnts.astype(jnp.float32)
-    squared_bnt = jnp.square(a_bnts).sum(-1)
+    """Returns the mean over pairs of different heads of the cosine of their vectors.
+
+    The backward pass keeps the vectors as they came, and their sum over heads: left to itself,
+    differentiation keeps two more arrays of the vectors' size in float32.
+    """
+    return _pairwise_forward(a_bnts, heads)[0]
+
+
+def _pairwise_forward(a_bnts, heads):
+    a32 = a_bnts.astype(jnp.float32)
+    squared_bnt = jnp.square(a32).sum(-1)
     inverse_bnt = jax.lax.rsqrt(squared_bnt + EPSILON)
-    sum_bts = jnp.einsum("bnts,bnt->bts", a_bnts, inverse_bnt)
+    sum_bts = jnp.einsum("bnts,bnt->bts", a32, inverse_bnt)
     own_bt = (squared_bnt * jnp.square(inverse_bnt)).sum(1)
-    return (jnp.square(sum_bts).sum(-1) - own_bt) / (heads * (heads - 1))
+    cosine_bt = (jnp.square(sum_bts).sum(-1) - own_bt) / (heads * (heads - 1))
+    return cosine_bt, (a_bnts, inverse_bnt, sum_bts.astype(a_bnts.dtype))
+
+
+def _pairwise_backward(heads, saved, g_bt):
+    a_bnts, inverse_bnt, sum_bts = saved
+    a32, sum32_bts = a_bnts.astype(jnp.float32), sum_bts.astype(jnp.float32)
+    along_bnt = (a32 * sum32_bts[:, None]).sum(-1)
+    # Of u = a / sqrt(|a|^2 + eps), and of |u|^2, which is not quite one.
+    own_bnt = inverse_bnt**3 * along_bnt + EPSILON * inverse_bnt**4
+    scale_bnt = 2 * g_bt[:, None] / (heads * (heads - 1))
+    g_bnts = (scale_bnt * inverse_bnt)[..., None] * sum32_bts[:, None]
+    g_bnts -= (scale_bnt * own_bnt)[..., None] * a32
+    return (g_bnts.astype(a_bnts.dtype),)
+
+
+_pairwise.defvjp(_pairwise_forward, _pairwise_backward)
 
 
 def _unit(hidden: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
