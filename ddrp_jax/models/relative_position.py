@@ -97,7 +97,7 @@ def relative_scores(
     rows_ts = offset_rows(length, (table.shape[-2] - 1) // 2)
     heads = "n" if table.ndim == 3 else ""
     if implementation == "dense":
-        return jnp.einsum(f"btnh,{heads}tsh->bnts", q_btnh, _take_rows(table, rows_ts))
+        return _dense_scores(q_btnh, table)
     products_bntr = jnp.einsum(f"btnh,{heads}rh->bntr", q_btnh, table)
     if implementation == "one_hot":
         one_hot_tsr = jax.nn.one_hot(rows_ts, table.shape[-2], dtype=q_btnh.dtype)
@@ -105,6 +105,40 @@ def relative_scores(
     if implementation == "gather":
         return jnp.take_along_axis(products_bntr, jnp.asarray(rows_ts)[None, None], axis=-1)
     return _skew(products_bntr)
+
+
+@jax.custom_vjp
+def _dense_scores(
+    q_btnh: Float[Array, "b t n h"], table: Float[Array, "*heads r h"]
+) -> Float[Array, "b n t t"]:
+    """Returns `q_i . r(offset(i, j))`, contracted with the table spread to `[T, T, H]`.
+
+    The backward pass gathers the scores' gradient by offset first, so that it neither keeps the
+    spread table nor sums a gradient of that size over the devices.
+    """
+    rows_ts = offset_rows(q_btnh.shape[1], (table.shape[-2] - 1) // 2)
+    heads = "n" if table.ndim == 3 else ""
+    spread = jnp.take(table, rows_ts, axis=-2)
+    return jnp.einsum(f"btnh,{heads}tsh->bnts", q_btnh, spread)
+
+
+def _dense_scores_forward(q_btnh, table):
+    return _dense_scores(q_btnh, table), (q_btnh, table)
+
+
+def _dense_scores_backward(saved, g_bnts):
+    q_btnh, table = saved
+    rows_ts = offset_rows(q_btnh.shape[1], (table.shape[-2] - 1) // 2)
+    heads = "n" if table.ndim == 3 else ""
+    one_hot_tsr = jax.nn.one_hot(rows_ts, table.shape[-2], dtype=g_bnts.dtype)
+    g_bntr = jnp.einsum("bnts,tsr->bntr", g_bnts, one_hot_tsr)
+    return (
+        jnp.einsum(f"bntr,{heads}rh->btnh", g_bntr, table),
+        jnp.einsum(f"bntr,btnh->{heads}rh", g_bntr, q_btnh),
+    )
+
+
+_dense_scores.defvjp(_dense_scores_forward, _dense_scores_backward)
 
 
 def relative_values(
