@@ -160,12 +160,19 @@ class _Stage:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """A step whose metrics are still on the device."""
+    """A step whose metrics are still on the device.
+
+    Attributes:
+        number: from 1.
+        rows: this process's.
+        tokens: in the rows of all processes.
+        values: metrics.
+        similarities: sums and weights, where they were due.
+    """
 
     number: int
     rows: np.ndarray
-    tokens_seen: int
-    tokens_seen_before: int
+    tokens: Any
     values: dict[str, jax.Array]
     similarities: Mapping[str, Any]
 
@@ -203,6 +210,7 @@ class _Run:
         self.evaluation_due = evaluation_due
         self.chrono = metrics.Chrono(progress["seconds"])
         self.compiled: set[Any] = set()
+        self.count = jax.jit(jnp.count_nonzero, out_shardings=sharding.replicated(mesh))
         self.logged = self.tokens_seen, self._stepping_seconds()
         self.writer: metrics.MetricsWriter | metrics.Silent = metrics.Silent()
         self.screen: metrics.Progress | metrics.Silent = metrics.Silent()
@@ -310,15 +318,16 @@ class _Run:
             if due and training.representations is not None:
                 similarities = self._call(training.representations, state.params, placed)
             state, values = self._call(training.train_step, state, placed)
-        before = self.tokens_seen
-        self.tokens_seen += int(np.count_nonzero(batch["segment_ids"]))
+            if jax.process_count() == 1:
+                tokens = np.count_nonzero(batch["segment_ids"])
+            else:
+                tokens = self.count(placed["segment_ids"])
         self.step = number
         self.screen.advance(number)
-        step = _Step(number, batch["row"], self.tokens_seen, before, values, similarities)
-        return state, step
+        return state, _Step(number, batch["row"], tokens, values, similarities)
 
     def _log(self, now: _Stage, state: TrainState, step: _Step | None) -> None:
-        """Writes a step's line where one is due; stops the run if the step was not finite.
+        """Counts a step, once, and writes its line if due; stops the run if it was not finite.
 
         Args:
             now: the stage.
@@ -327,6 +336,7 @@ class _Run:
         """
         if step is None:
             return
+        self.tokens_seen += int(step.tokens)
         is_finite = bool(jax.device_get(step.values["finite"]))
         is_due = _is_due(step.number, self.config.train.log_every) or step.similarities
         if is_finite and not is_due:
@@ -335,12 +345,12 @@ class _Run:
         pairs = jax.device_get(step.similarities)
         values = {name: mean(pair) for name, pair in pairs.items()} | values
         tokens, seconds = self.logged
-        self.logged = step.tokens_seen, self._stepping_seconds()
-        rate = (step.tokens_seen - tokens) / max(self.logged[1] - seconds, 1e-9)
+        self.logged = self.tokens_seen, self._stepping_seconds()
+        rate = (self.tokens_seen - tokens) / max(self.logged[1] - seconds, 1e-9)
         self._write(
             step.number,
             "train",
-            values | {"tokens_per_second": rate, "tokens_seen": step.tokens_seen},
+            values | {"tokens_per_second": rate, "tokens_seen": self.tokens_seen},
         )
         if not is_finite:
             self._stop_unhealthy(now, state, step, values)
@@ -400,7 +410,8 @@ class _Run:
     def _stop_unhealthy(
         self, now: _Stage, state: TrainState, step: _Step, values: Mapping[str, Any]
     ) -> NoReturn:
-        self.step, self.tokens_seen = step.number - 1, step.tokens_seen_before
+        self.step = step.number - 1
+        self.tokens_seen -= int(step.tokens)
         if self.saved_step != self.step:
             # The guard kept the parameters; the batches have gone on and are built again.
             good = dataclasses.replace(state, healthy=jnp.ones_like(state.healthy))

@@ -18,7 +18,7 @@ from ddrp_jax.errors import UsageError
 from ddrp_jax.models import ops
 from ddrp_jax.models.heads import MaskedLM
 from ddrp_jax.objectives import masked_lm, mth
-from ddrp_jax.training import sharding
+from ddrp_jax.training import distributed, sharding
 from ddrp_jax.training.optimizer import learning_rate, make_optimizer
 from ddrp_jax.training.state import TrainState
 
@@ -82,6 +82,9 @@ def build_training(
     Raises:
         UsageError: a batch that does not divide over the mesh.
     """
+    if distributed.mixes_up_loops():
+        model = dataclasses.replace(config.model, scan_layers=False)
+        config = dataclasses.replace(config, model=model)
     if objective is None:
         assert isinstance(config, Config), "another kind of run names its objective"
         objective = pretraining(config)
@@ -260,7 +263,8 @@ def accumulate(
     first = jax.tree.map(lambda leaf: leaf[0], parts)
     rest = jax.tree.map(lambda leaf: leaf[1:], parts)
     (loss, metrics), grads = gradient(params, *first, batch)
-    total, _ = jax.lax.scan(add, (grads, metrics | {"loss": loss}), rest)
+    start = (grads, metrics | {"loss": loss})
+    total, _ = jax.lax.scan(add, start, rest, unroll=distributed.mixes_up_loops())
     return total
 
 
