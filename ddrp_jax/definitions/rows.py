@@ -216,6 +216,6 @@ class _Layout:
 
     def fill(self, values: np.ndarray, dtype: type, padding: int = 0) -> np.ndarray:
         """Returns the rows that hold one value for each token."""
-        out = np.full(self._shape, padding, dtype)
+        out: np.ndarray = np.full(self._shape, padding, dtype)
         out.reshape(-1)[self._place] = values
         return out
