@@ -36,8 +36,9 @@ class PositionConfig:
     sharing: Literal["layer", "model", "head"] = "layer"
     # Adds learned absolute positions to the input as well ("absolute" always has them).
     add_absolute: bool = False
-    # shaw, ddrp: how relative scores are computed; all agree.
-    scores: Literal["dense", "one_hot", "skew", "gather"] = "dense"
+    # shaw, ddrp: how relative scores are computed; all agree. "auto" is the fastest known for the
+    # platform that a program is compiled for.
+    scores: Literal["auto", "dense", "one_hot", "skew", "gather"] = "auto"
     # t5: number of buckets, and the distance beyond which all share the last one.
     num_buckets: int = 32
     bucket_max_distance: int = 128

@@ -91,10 +91,15 @@ def relative_scores(
         q_btnh: queries.
         table: `[R, H]`, or `[N, R, H]` with one table for each head.
         implementation: "dense" contracts with a `[T, T, H]` table, "one_hot" and "gather" spread
-            the `[T, R]` products over the offsets, "skew" does so by moving memory alone.
+            the `[T, R]` products over the offsets, "skew" multiplies blocks of queries by the
+            rows that any of them needs and moves each query's products into place. "auto" is
+            "skew" where the program is compiled for CPUs, else "dense".
     """
-    length = q_btnh.shape[1]
-    rows_ts = offset_rows(length, (table.shape[-2] - 1) // 2)
+    if implementation == "auto":
+        return _scores_by_platform(q_btnh, table)
+    if implementation == "skew":
+        return _skewed_scores(q_btnh, table)
+    rows_ts = offset_rows(q_btnh.shape[1], (table.shape[-2] - 1) // 2)
     heads = "n" if table.ndim == 3 else ""
     if implementation == "dense":
         return _dense_scores(q_btnh, table)
@@ -102,9 +107,84 @@ def relative_scores(
     if implementation == "one_hot":
         one_hot_tsr = jax.nn.one_hot(rows_ts, table.shape[-2], dtype=q_btnh.dtype)
         return jnp.einsum("bntr,tsr->bnts", products_bntr, one_hot_tsr)
-    if implementation == "gather":
-        return jnp.take_along_axis(products_bntr, jnp.asarray(rows_ts)[None, None], axis=-1)
-    return _skew(products_bntr)
+    return jnp.take_along_axis(products_bntr, jnp.asarray(rows_ts)[None, None], axis=-1)
+
+
+# The gradient of a choice between platforms would keep what any of them needs: each direction
+# chooses by itself.
+@jax.custom_vjp
+def _scores_by_platform(q_btnh, table):
+    return jax.lax.platform_dependent(
+        q_btnh,
+        table,
+        cpu=_skewed_scores,
+        default=functools.partial(relative_scores, implementation="dense"),
+    )
+
+
+def _scores_by_platform_forward(q_btnh, table):
+    return _scores_by_platform(q_btnh, table), (q_btnh, table)
+
+
+def _scores_by_platform_backward(saved, g_bnts):
+    def pull(implementation):
+        def scores(q_btnh, table):
+            return relative_scores(q_btnh, table, implementation)
+
+        return lambda saved, g_bnts: jax.vjp(scores, *saved)[1](g_bnts)
+
+    return jax.lax.platform_dependent(saved, g_bnts, cpu=pull("skew"), default=pull("dense"))
+
+
+_scores_by_platform.defvjp(_scores_by_platform_forward, _scores_by_platform_backward)
+
+# Queries that share one product of "skew": few enough to waste little on offsets that only some
+# of them have, enough for a product of a size that CPUs are fast at.
+_BLOCK = 16
+
+
+def _skewed_scores(q_btnh, table):
+    batch, length, heads, size = q_btnh.shape
+    block = math.gcd(length, _BLOCK)
+    width = length + block - 1
+    # Place w of a block that begins with query i: offset w - (block - 1) - i. Query i + r finds
+    # key j at w = j + (block - 1) - r.
+    offsets_cw = np.arange(width) - (block - 1) - np.arange(0, length, block)[:, None]
+    largest = (table.shape[-2] - 1) // 2
+    windows = _take_rows(table, np.clip(offsets_cw, -largest, largest) + largest)
+    q_crbnh = q_btnh.swapaxes(0, 1).reshape(length // block, block, batch, heads, size)
+    by_head = "n" if table.ndim == 3 else ""
+    products_crbnw = jnp.einsum(f"crbnh,{by_head}cwh->crbnw", q_crbnh, windows)
+    products_tbnw = products_crbnw.reshape(length, batch, heads, width)
+    return jnp.moveaxis(_slide(products_tbnw, block), 0, 2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _slide(products_tbnw, block):
+    """Returns `out[t, ..., j] = products[t, ..., j + (block - 1) - t % block]` for T places j."""
+    length = len(products_tbnw)
+    return _slices(products_tbnw, block - 1 - np.arange(length) % block, length)
+
+
+def _slide_forward(products_tbnw, block):
+    return _slide(products_tbnw, block), None
+
+
+def _slide_backward(block, _, g_tbns):
+    # The inverse move, as slices of a padded array: the gradient of a slice is a scatter.
+    length = len(g_tbns)
+    padded = jnp.pad(g_tbns, [(0, 0)] * (g_tbns.ndim - 1) + [(block - 1, block - 1)])
+    return (_slices(padded, np.arange(length) % block, length + block - 1),)
+
+
+_slide.defvjp(_slide_forward, _slide_backward)
+
+
+def _slices(x_tbnw, starts_t, size):
+    def take(x_bnw, start):
+        return jax.lax.dynamic_slice_in_dim(x_bnw, start, size, axis=-1)
+
+    return jax.vmap(take)(x_tbnw, starts_t.astype(np.int32))
 
 
 @jax.custom_vjp
@@ -176,20 +256,6 @@ def _take_rows_backward(rows, shape, dtype, like, g):
 
 
 _take_rows_vjp.defvjp(_take_rows_forward, _take_rows_backward)
-
-
-def _skew(products_bntr: Float[Array, "b n t r"]) -> Float[Array, "b n t t"]:
-    """Turns row i left by i: `out[i, j] = products[i, clip(j - i) + K]`, by reshaping alone."""
-    length, rows = products_bntr.shape[-2:]
-    k = (rows - 1) // 2
-    if k >= length - 1:  # offsets beyond the length are never asked for
-        wide = products_bntr[..., k - length + 1 : k + length]
-    else:
-        wide = jnp.pad(products_bntr, [(0, 0)] * 3 + [(length - 1 - k,) * 2], mode="edge")
-    padded = jnp.pad(wide, [(0, 0)] * 3 + [(0, 1)])
-    flat = padded.reshape(*padded.shape[:-2], 2 * length * length)
-    turned = flat[..., length - 1 : length - 1 + length * (2 * length - 1)]
-    return turned.reshape(*turned.shape[:-1], length, 2 * length - 1)[..., :length]
 
 
 def bucket_rows(length: int, num_buckets: int, max_distance: int) -> np.ndarray:

@@ -21,10 +21,17 @@ from ddrp_jax.models.relative_position import (
     rotate,
 )
 
-IMPLEMENTATIONS = ("dense", "one_hot", "skew", "gather")
+IMPLEMENTATIONS = ("auto", "dense", "one_hot", "skew", "gather")
 LENGTH = 7
-# Far below the length, at the longest offset, and beyond it.
-DISTANCES = (1, 4, LENGTH - 1, 20)
+# Far below the length, at the longest offset, and beyond it; and lengths of one and of several
+# blocks of queries.
+LENGTHS_AND_DISTANCES = (
+    *((LENGTH, distance) for distance in (1, 4, LENGTH - 1, 20)),
+    (1, 3),
+    (16, 6),
+    (32, 20),
+    (48, 63),
+)
 
 
 def draw(*shape, seed=0):
@@ -55,14 +62,14 @@ def loop_values(probs, table):
 
 
 @pytest.mark.parametrize("heads", [(), (3,)], ids=["shared", "by_head"])
-@pytest.mark.parametrize("distance", DISTANCES)
-def test_scores_and_values_are_those_of_a_double_loop(distance, heads):
-    q, table = draw(2, LENGTH, 3, 4), draw(*heads, 2 * distance + 1, 4)
+@pytest.mark.parametrize(("length", "distance"), LENGTHS_AND_DISTANCES)
+def test_scores_and_values_are_those_of_a_double_loop(length, distance, heads):
+    q, table = draw(2, length, 3, 4), draw(*heads, 2 * distance + 1, 4)
     wanted = loop_scores(q, table)
     for implementation in IMPLEMENTATIONS:
         got = relative_scores(jnp.asarray(q), jnp.asarray(table), implementation)
         np.testing.assert_allclose(got, wanted, atol=1e-5, err_msg=implementation)
-    probs = np.abs(draw(2, 3, LENGTH, LENGTH))
+    probs = np.abs(draw(2, 3, length, length))
     np.testing.assert_allclose(
         relative_values(jnp.asarray(probs), jnp.asarray(table)),
         loop_values(probs, table),
@@ -109,47 +116,52 @@ def test_rows_of_offsets_are_clipped():
 
 
 @pytest.mark.parametrize("directions", [2, 3])
-@pytest.mark.parametrize("distance", [2, 9])
-def test_gradients_reach_both_tables_and_equal_finite_differences(directions, distance):
+@pytest.mark.parametrize("heads", [(), (2,)], ids=["shared", "by_head"])
+@pytest.mark.parametrize(("length", "distance"), [(5, 9), (8, 3)])
+def test_gradients_reach_q_and_both_tables_and_equal_finite_differences(
+    length, distance, heads, directions
+):
     with jax.enable_x64(True):
-        q = jnp.asarray(draw(1, 5, 2, 3), jnp.float64)
-        pull_scores = jnp.asarray(draw(1, 2, 5, 5, seed=1), jnp.float64)
-        pull_values = jnp.asarray(draw(1, 5, 2, 3, seed=2), jnp.float64)
-        probs = jnp.asarray(np.abs(draw(1, 2, 5, 5, seed=3)), jnp.float64)
-        tables = (
-            jnp.asarray(draw(distance + 1, 3), jnp.float64),
-            jnp.asarray(draw(directions, 3), jnp.float64),
+        pull_scores = jnp.asarray(draw(1, 2, length, length, seed=1), jnp.float64)
+        pull_values = jnp.asarray(draw(1, length, 2, 3, seed=2), jnp.float64)
+        probs = jnp.asarray(np.abs(draw(1, 2, length, length, seed=3)), jnp.float64)
+        factors = (
+            jnp.asarray(draw(1, length, 2, 3), jnp.float64),
+            jnp.asarray(draw(*heads, distance + 1, 3), jnp.float64),
+            jnp.asarray(draw(*heads, directions, 3), jnp.float64),
         )
 
         @functools.partial(jax.jit, static_argnums=1)
-        def total(tables, implementation):
-            table = ddrp_table(*tables)
+        def total(factors, implementation):
+            q, table = factors[0], ddrp_table(*factors[1:])
             scores = relative_scores(q, table, implementation)
             values = relative_values(probs, table)
             return (scores * pull_scores).sum() + (values * pull_values).sum()
 
         gradient = jax.jit(jax.grad(total), static_argnums=1)
-        grads = {name: gradient(tables, name) for name in IMPLEMENTATIONS}
-        for which, grad in enumerate(grads["dense"]):
-            reached = min(distance, 4) + 1 if which == 0 else directions
-            assert np.abs(grad[:reached]).max(axis=1).min() > 0
-            for other in grads.values():
-                np.testing.assert_allclose(other[which], grad, rtol=1e-12, atol=1e-12)
-            for index in np.ndindex(grad.shape):
+        grads, by_skew = gradient(factors, "dense"), gradient(factors, "skew")
+        for which, grad in enumerate(grads):
+            reached = (length, min(distance, length - 1) + 1, directions)[which]
+            rows = grad[0] if which == 0 else jnp.moveaxis(grad, -2, 0)
+            assert np.abs(rows[:reached]).reshape(reached, -1).max(axis=1).min() > 0
+            np.testing.assert_allclose(by_skew[which], grad, rtol=1e-11, atol=1e-11)
+            places = list(np.ndindex(grad.shape))
+            for index in places[:: max(1, len(places) // 40)]:
                 ends = []
                 for step in (1e-3, -1e-3):
-                    moved = list(tables)
-                    moved[which] = tables[which].at[index].add(step)
+                    moved = list(factors)
+                    moved[which] = factors[which].at[index].add(step)
                     ends.append(total(tuple(moved), "dense"))
-                # The sum is linear in each table: central differences are exact.
+                # The sum is linear in each factor: central differences are exact.
                 slope = (ends[0] - ends[1]) / 2e-3
-                np.testing.assert_allclose(grad[index], slope, rtol=1e-9, atol=1e-9)
+                np.testing.assert_allclose(grad[index], slope, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("heads", [(), (2,)], ids=["shared", "by_head"])
-def test_gradients_of_every_implementation_are_those_of_the_gather(heads):
-    q, table = jnp.asarray(draw(2, LENGTH, 2, 4)), jnp.asarray(draw(*heads, 9, 4))
-    pull = jnp.asarray(draw(2, 2, LENGTH, LENGTH))
+@pytest.mark.parametrize("length", [LENGTH, 32])
+def test_gradients_of_every_implementation_are_those_of_the_gather(length, heads):
+    q, table = jnp.asarray(draw(2, length, 2, 4)), jnp.asarray(draw(*heads, 9, 4))
+    pull = jnp.asarray(draw(2, 2, length, length))
 
     def grads(implementation):
         def total(q, table):
@@ -161,6 +173,20 @@ def test_gradients_of_every_implementation_are_those_of_the_gather(heads):
     for implementation in IMPLEMENTATIONS[:-1]:
         for got, right in zip(grads(implementation), wanted, strict=True):
             np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("platform", "is_skew"), [("cpu", True), ("tpu", False), ("cuda", False)])
+def test_auto_follows_the_platform_that_a_program_is_lowered_for(platform, is_skew):
+    """In both directions: whoever compiles for another machine gets that machine's program."""
+    q, table, pull = draw(2, 32, 3, 4), draw(9, 4), draw(2, 3, 32, 32)
+
+    def pulled(q, table):
+        return jax.vjp(lambda *factors: relative_scores(*factors, "auto"), q, table)[1](pull)
+
+    for function in (lambda q, table: relative_scores(q, table, "auto"), pulled):
+        lowered = jax.jit(function).trace(q, table).lower(lowering_platforms=(platform,))
+        # The rows of the table that two blocks of 16 queries need for 32 keys.
+        assert ("tensor<2x47x4xf32>" in lowered.as_text()) == is_skew
 
 
 @pytest.mark.parametrize(
