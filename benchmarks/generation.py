@@ -3,14 +3,8 @@ r"""Beam generation of a BART-base-shaped model, side by side with PyTorch's `ge
     python benchmarks/generation.py [--json FILE]
 
 Both hold the same random weights (6 + 6 layers of 768, 12 heads, 3072 hidden units, 50,265
-pieces) in float32 and write 64 new tokens for 8 sources with 4 beams; each lives in a process of
-its own and generates when it is told to, in turns. Required: ours takes no longer. The ids of
-both are compared as well.
-
-PyTorch's threads wait for each other in a loop, so where other work shares the cores its seconds
-say little; there, compare `cpu_seconds` on one core:
-
-    OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/generation.py
+pieces) in float32 and write 64 new tokens for 8 sources with 4 beams, in turns. Required: ours
+takes no longer. The ids of both are compared as well.
 """
 
 from __future__ import annotations
@@ -18,17 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from turns import Contestant, serve, take_turns
 
 SHAPES = {
     "base": {
@@ -111,49 +101,6 @@ def our_run(folder: Path) -> Run:
 RUNS = {"ours": our_run, "torch": torch_run}
 
 
-def serve(name: str, folder: Path) -> None:
-    """Generates for each line on standard input, and answers with its seconds."""
-    run = RUNS[name](folder)
-    for _ in sys.stdin:
-        begin, cpu = time.perf_counter(), time.process_time()
-        ids = run()
-        seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        answer = {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_rss_mb": peak}
-        answer["ids"] = ids.tolist()
-        print(json.dumps(answer), flush=True)
-
-
-class Contestant:
-    """A process that generates on request."""
-
-    def __init__(self, name: str, folder: Path):
-        command = [sys.executable, __file__, "--serve", name, str(folder)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.name = name
-        self.first = self.run()  # compiles
-        self.seconds: list[float] = []
-        self.cpu_seconds: list[float] = []
-
-    def run(self) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write("run\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            sys.exit(f"{self.name}: its process ended with status {self.process.wait()}")
-        self.last = json.loads(line)
-        return self.last
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="base", choices=list(SHAPES))
@@ -162,35 +109,32 @@ def main() -> None:
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.serve[0], Path(args.serve[1]))
+        run = RUNS[args.serve[0]](Path(args.serve[1]))
+        serve(lambda: run().tolist())
         return
     with tempfile.TemporaryDirectory() as name:
         write_model(Path(name), args.shape)
-        contestants = [Contestant(each, Path(name)) for each in RUNS]
-        for _ in range(args.runs):
-            for each in contestants:
-                answer = each.run()
-                each.seconds.append(answer["seconds"])
-                each.cpu_seconds.append(answer["cpu_seconds"])
-        for each in contestants:
-            each.close()
-    ours, theirs = contestants
-    same = np.mean(np.array(ours.last["ids"]) == np.array(theirs.last["ids"]))
+        contestants = [
+            Contestant(each, [sys.executable, __file__, "--serve", each, name]) for each in RUNS
+        ]
+        take_turns(contestants, args.runs)
+    theirs = contestants[1]
+    ids = [np.array(each.answers[-1]["result"]) for each in contestants]
+    same = np.mean(ids[0] == ids[1])
     rows = []
     for each in contestants:
-        median = statistics.median(each.seconds)
+        median = each.median("seconds")
         rows.append(
             {
                 "name": each.name,
                 "shape": args.shape,
                 "seconds": median,
-                "cpu_seconds": statistics.median(each.cpu_seconds),
+                "cpu_seconds": each.median("cpu_seconds"),
                 "new_tokens_per_second": ROWS * NEW_TOKENS / median,
-                "time_to_torch": median / statistics.median(theirs.seconds),
-                "cpu_time_to_torch": statistics.median(each.cpu_seconds)
-                / statistics.median(theirs.cpu_seconds),
+                "time_to_torch": median / theirs.median("seconds"),
+                "cpu_time_to_torch": each.median("cpu_seconds") / theirs.median("cpu_seconds"),
                 "first_seconds": each.first["seconds"],
-                "peak_rss_mb": each.last["peak_rss_mb"],
+                "peak_rss_mb": each.answers[-1]["peak_rss_mb"],
                 "same_ids": same,
             }
         )

@@ -3,8 +3,7 @@ r"""One pre-training step, side by side with its peers.
     python benchmarks/pretrain_step.py --shape base small --json step.json
     python benchmarks/pretrain_step.py --flax-python path/to/python   # has transformers 4.57.6
 
-Every contestant lives in a process of its own and makes one step when it is told to, in turns, so
-that a machine whose speed drifts slows all of them alike. Peers compute what their class computes:
+The contestants make their steps in turns. Peers compute what their class computes:
 `BertForMaskedLM` gives logits at every position. All run in float32 with dropout 0.1, gradient
 clipping and AdamW, on the same number of cores.
 """
@@ -15,16 +14,13 @@ import argparse
 import dataclasses
 import json
 import os
-import resource
-import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from turns import Contestant, serve, take_turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,59 +194,17 @@ def contestant(name: str, shape: Shape) -> Step:
     return torch_step(shape, "relative_key" if "relative_key" in name else "absolute")
 
 
-def serve(name: str, shape: Shape) -> None:
-    """Makes a step for each line on standard input, and answers with its seconds."""
-    step = contestant(name, shape)
-    for _ in sys.stdin:
-        begin = time.perf_counter()
-        loss = step()
-        seconds = time.perf_counter() - begin
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(json.dumps({"seconds": seconds, "loss": loss, "peak_rss_mb": peak}), flush=True)
-
-
-class Contestant:
-    """A process that makes steps on request."""
-
-    def __init__(self, name: str, shape_name: str, python: str):
-        self.name = name
-        command = [python, __file__, "--serve", name, "--shape", shape_name]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.first = self.step()
-        self.seconds: list[float] = []
-
-    def step(self) -> dict[str, float]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write("step\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            sys.exit(f"{self.name}: its process ended with status {self.process.wait()}")
-        self.last = json.loads(line)
-        return self.last
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-
-
 def measure(shape_name: str, steps: int, names: dict[str, str]) -> list[dict[str, Any]]:
     """Returns a row for each contestant; `names` maps it to the interpreter that runs it."""
     shape = SHAPES[shape_name]
-    contestants = [Contestant(name, shape_name, python) for name, python in names.items()]
-    for _ in range(2):
-        for each in contestants:
-            each.step()
-    for _ in range(steps):
-        for each in contestants:
-            each.seconds.append(each.step()["seconds"])
+    contestants = [
+        Contestant(name, [python, __file__, "--serve", name, "--shape", shape_name])
+        for name, python in names.items()
+    ]
+    take_turns(contestants, steps, warm_up=1)
     rows = []
     for each in contestants:
-        median = statistics.median(each.seconds)
+        median = each.median("seconds")
         rows.append(
             {
                 "name": each.name,
@@ -259,10 +213,9 @@ def measure(shape_name: str, steps: int, names: dict[str, str]) -> list[dict[str
                 "step_seconds": median,
                 # The first step compiles, and runs once.
                 "compile_seconds": max(each.first["seconds"] - median, 0.0),
-                "peak_rss_mb": each.last["peak_rss_mb"],
+                "peak_rss_mb": each.answers[-1]["peak_rss_mb"],
             }
         )
-        each.close()
     return rows
 
 
@@ -300,7 +253,7 @@ def main() -> None:
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.serve, SHAPES[args.shape[0]])
+        serve(contestant(args.serve, SHAPES[args.shape[0]]))
         return
     names = dict.fromkeys([*OURS, *TORCH], sys.executable)
     if args.flax_python:
