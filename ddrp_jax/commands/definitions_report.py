@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from ddrp_jax.commands.output import aligned
+from ddrp_jax.commands.output import aligned, live_line
+from ddrp_jax.commands.source_arguments import corpus
 from ddrp_jax.errors import UsageError
 
 EXAMPLE = """
@@ -94,14 +93,14 @@ def run(args: argparse.Namespace) -> None:
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"--word-similarity: two files are called {name!r}; rename one")
-    corpus = _corpus(args)
-    with _progress() as progress:
+    frequency = corpus(args.frequency, args.text_field)
+    with live_line() as progress:
         progress("reading the checkpoints")
         before, after = load_word_table(args.before), load_word_table(args.after)
         check_comparable(before, after)
         if args.frequency:
             progress(f"counting the tokens of {args.frequency}")
-        ranking = rank_tokens(before.tokenizer, corpus)
+        ranking = rank_tokens(before.tokenizer, frequency)
         result = {
             "before": str(before.path),
             "after": str(after.path),
@@ -135,16 +134,6 @@ def run(args: argparse.Namespace) -> None:
     print(f"{text}\n\nwrote {args.output}: report.json, report.txt, spectrum.png, projection.png")
 
 
-def _corpus(args: argparse.Namespace) -> Any:
-    """Returns what `rank_tokens` takes: records are a folder, everything else has a text field."""
-    from ddrp_jax.data.records import INDEX_FILE
-    from ddrp_jax.data.sources import Source
-
-    if args.frequency is None or (Path(args.frequency) / INDEX_FILE).is_file():
-        return args.frequency
-    return Source(args.frequency, text_field=args.text_field)
-
-
 def _text(result: Mapping[str, Any], table: str) -> str:
     vocabulary = result["vocabulary"]
     changed = ", ".join(
@@ -162,16 +151,3 @@ def _text(result: Mapping[str, Any], table: str) -> str:
         if pairs["header"]:
             lines.append(f"{name}: its first line was taken as a header: {pairs['header']}")
     return "\n".join(lines) + f"\n\n{table}"
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Gives a function that shows what is being done: live on a terminal, else a line each."""
-    if not sys.stderr.isatty():
-        yield lambda text: print(text, file=sys.stderr, flush=True)
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    with Console(stderr=True).status("starting") as status:
-        yield lambda text: status.update(Text(text))

@@ -22,7 +22,7 @@ from ddrp_jax.interop.tensors import INDEX, TORCH_WEIGHTS, WEIGHTS, Tensor, open
 from ddrp_jax.models.encoder import padded_vocabulary
 from ddrp_jax.models.heads import ClassificationHead, MaskedLMHead, Pooler
 from ddrp_jax.models.seq2seq import build_model
-from ddrp_jax.training.checkpoint import Checkpoints
+from ddrp_jax.training.checkpoint import save_alone
 
 _log = logging.getLogger(__name__)
 _OPTIONAL = (Part.MASKED_LM, Part.POOLER, Part.GENERATION)
@@ -174,13 +174,6 @@ def save_model(imported: Imported, tokenizer: Tokenizer, folder: Path, source: s
     """
     model = imported.config
     stage = StageConfig(name="imported", length=min(StageConfig.length, model.max_length))
-    checkpoints = Checkpoints(
-        folder,
-        config=as_dict(Config(model=model, stages=(stage,))),
-        tokenizer=tokenizer,
-        keep_last=1,
-        keep_best=0,
-    )
     progress = {
         "step": 0,
         "tokens_seen": 0,
@@ -195,11 +188,14 @@ def save_model(imported: Imported, tokenizer: Tokenizer, folder: Path, source: s
             "initialised": [part.value for part in imported.initialised],
         },
     }
-    checkpoints.save(imported.state, step=0, progress=progress)
-    checkpoints.close()
-    for path in (folder / "0").iterdir():
-        path.rename(folder / path.name)
-    (folder / "0").rmdir()
+    save_alone(
+        folder,
+        imported.state,
+        config=as_dict(Config(model=model, stages=(stage,))),
+        tokenizer=tokenizer,
+        step=0,
+        progress=progress,
+    )
 
 
 def check_tokenizer(tokenizer: Tokenizer, config: ModelConfig, source: str) -> None:
