@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import errno
-import importlib
+import glob
+import importlib.util
 import logging
 import os
 import re
@@ -49,6 +50,10 @@ COMMANDS = {
     "definitions report": (
         "ddrp_jax.commands.definitions_report",
         "measure a word table before and after its rows were replaced",
+    ),
+    "plan": (
+        "ddrp_jax.commands.plan",
+        "compile a run's step for a TPU that is not there, and tell what it would cost",
     ),
     "show": ("ddrp_jax.commands.show", "tell what a checkpoint or a record folder holds"),
 }
@@ -143,6 +148,7 @@ def _run(command: str, argv: list[str]) -> int | None:
     elif extra:
         raise UsageError(f"{extra[0]!r}: unexpected argument; see '{parser.prog} --help'")
     _mark_absl_flags_parsed()
+    _skip_absent_tpu()
     _show_warnings(parser.prog)
     return module.run(args)
 
@@ -166,6 +172,15 @@ def _mark_absl_flags_parsed() -> None:
     from absl import flags
 
     flags.FLAGS.mark_as_parsed()
+
+
+def _skip_absent_tpu() -> None:
+    """Where libtpu is there to plan with alone, jax would ask it for chips, and it complains."""
+    from ddrp_jax.training.hardware import has_tpu
+
+    others = glob.glob("/dev/nvidia[0-9]*")
+    if importlib.util.find_spec("libtpu") and not has_tpu() and not others:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def _show_warnings(prog: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import glob
 import os
 import secrets
 import sys
@@ -26,6 +25,7 @@ import orjson
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ddrp_jax.errors import DdrpError, UsageError
+from ddrp_jax.training.hardware import has_tpu
 
 Result = TypeVar("Result")
 
@@ -91,7 +91,7 @@ def initialize(hosts: Hosts) -> None:
         DdrpError: the others could not be reached.
     """
     hosts.check()
-    alone = not hosts.coordinator and not _has_tpu()
+    alone = not hosts.coordinator and not _uses_tpu()
     if alone or hosts.processes == 1:
         return
     # Stops are agreed on by `preemption.StopSignal`; the service would take SIGTERM from it.
@@ -280,9 +280,9 @@ def _shutdown_quietly() -> None:
         jax.distributed.shutdown()
 
 
-def _has_tpu() -> bool:
+def _uses_tpu() -> bool:
     wanted = os.environ.get("JAX_PLATFORMS", "tpu").split(",")
-    return "tpu" in wanted and bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
+    return "tpu" in wanted and has_tpu()
 
 
 def _first_line(error: BaseException) -> str:

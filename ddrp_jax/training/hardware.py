@@ -8,6 +8,7 @@ spreading of relative scores do not count.
 from __future__ import annotations
 
 import dataclasses
+import glob
 
 from ddrp_jax.config import ModelConfig
 
@@ -43,6 +44,11 @@ CHIPS = {
     "v5p": Chip("TPU v5", 459e12, 95 * _GIB, 2765e9, 600e9),
     "v6e": Chip("TPU v6 lite", 918e12, 32 * _GIB, 1638e9, 400e9),
 }
+
+
+def has_tpu() -> bool:
+    """Returns whether this machine has TPU chips; asks the system, not jax."""
+    return bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
 
 
 def chip_of(device_kind: str) -> Chip | None:
