@@ -31,14 +31,14 @@ def get_config(checkpoint: str) -> ConfigDict:
         records="runs/definitions/examples",
         length=128,
         batch_size=16,
-        steps=700,
+        steps=600,
         schedule=ScheduleConfig(kind="linear", peak=5e-4, warmup_steps=50),
     )
     config = DefinitionConfig(
         model=model_config(checkpoint),
         optimizer=OptimizerConfig(b2=0.98, clip_norm=1.0),
         stages=(stage,),
-        train=TrainConfig(log_every=20, eval_every=100, eval_rows=256, save_every=200, keep_last=1),
+        train=TrainConfig(log_every=20, eval_every=150, eval_rows=256, save_every=200, keep_last=1),
         reconstruction=ReconstructionConfig(
             checkpoint=checkpoint,
             reconstruct_definitions=False,
