@@ -51,7 +51,13 @@ def saved_arrays(workdir):
 
     folder = checkpoint.find_checkpoint(workdir)
     assert folder.name == str(STEPS)
-    return ocp.load_checkpointables(folder / "arrays", {"params": None, "optimizer": None})
+    saved = ocp.checkpointables_metadata(folder / "arrays").metadata
+    # NumPy's, since the devices of those who saved are not here.
+    wanted = {
+        item: {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in saved[item].items()}
+        for item in ("params", "optimizer")
+    }
+    return ocp.load_checkpointables(folder / "arrays", wanted)
 
 
 def assert_same(workdir, other):
@@ -79,7 +85,9 @@ def test_four_processes_measure_what_one_does_with_parameters_split_over_them(
     alone, arguments, tmp_path
 ):
     workdir = tmp_path / "run"
-    finished(4, workdir, [*arguments, "--config.mesh.data=2", "--config.mesh.fsdp=2"])
+    # One axis alone: between CPU processes, exchanges within two kinds of groups can wait for each
+    # other until gloo gives up.
+    finished(4, workdir, [*arguments, "--config.mesh.data=1", "--config.mesh.fsdp=4"])
     assert_close(workdir, alone)
 
 
