@@ -97,19 +97,28 @@ class Attention(nnx.Module):
         if tables is not None and tables.values is not None:
             values = (v_btnh, tables.values().astype(dtype))
         attention_keys = None if dropout_keys is None else ops.fold(dropout_keys, 0)
-        z_btnh, probs_bnts = ops.attend(
-            _mix, scores_bnts, mask, values, attention_keys, config.attention_dropout
+        z_btd, probs_bnts = ops.attend(
+            _mix,
+            scores_bnts,
+            mask,
+            values,
+            attention_keys,
+            config.attention_dropout,
+            statistic is not None,
         )
-        measured = statistic(probs_bnts) if statistic is not None else None
-        z_btd = z_btnh.reshape(*x_btd.shape[:2], -1)
+        measured = None
+        if statistic is not None and probs_bnts is not None:
+            measured = statistic(probs_bnts)
         return ops.linear(z_btd, self.out_kernel[...].reshape(-1, d), self.out_bias[...]), measured
 
 
-def _mix(probs_bnts: Float[Array, "b n t s"], values: Any) -> Float[Array, "b t n h"]:
+def _mix(probs_bnts: Float[Array, "b n t s"], values: Any) -> Float[Array, "b t d"]:
     """Returns the weighted sum of values, and of relative vectors where they act on values."""
     v_btnh, table = values
     z_btnh = jnp.einsum("bnts,bsnh->btnh", probs_bnts, v_btnh)
-    return z_btnh if table is None else z_btnh + relative_values(probs_bnts, table)
+    if table is not None:
+        z_btnh += relative_values(probs_bnts, table)
+    return z_btnh.reshape(*z_btnh.shape[:2], -1)
 
 
 def segment_mask(segment_ids: Int[Array, "b t"]) -> Bool[Array, "b 1 t t"]:

@@ -267,15 +267,16 @@ class Stepper:
         q_bnkh = q_bnkh * jnp.asarray(self.config.head_size**-0.5, q_bnkh.dtype)
         # Keys on the left and a barrier, as in `_Product`.
         scores = jax.lax.optimization_barrier(jnp.einsum("bnsh,bnkh->bnsk", keys, q_bnkh))
-        z_bknh, _ = ops.attend(_mix, scores.swapaxes(2, 3), mask, values, None, 0.0)
-        return z_bknh.reshape(z_bknh.shape[0] * z_bknh.shape[1], -1)
+        z_bkd, _ = ops.attend(_mix, scores.swapaxes(2, 3), mask, values, None, 0.0)
+        return z_bkd.reshape(-1, z_bkd.shape[-1])
 
 
 def _mix(
     probs_bnks: Float[Array, "b n k s"], values_bnsh: Float[Array, "b n s h"]
-) -> Float[Array, "b k n h"]:
+) -> Float[Array, "b k d"]:
     z_bnkh = jnp.einsum("bnks,bnsh->bnkh", probs_bnks, values_bnsh)
-    return jax.lax.optimization_barrier(z_bnkh).swapaxes(1, 2)
+    z_bknh = jax.lax.optimization_barrier(z_bnkh).swapaxes(1, 2)
+    return z_bknh.reshape(*z_bknh.shape[:2], -1)
 
 
 def _constrained(

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, UInt32
 
 MASKED_SCORE = -1e30  # finite, so that a row with nothing to attend to gives no NaN
@@ -186,52 +187,64 @@ def _gelu_backward(approximate, x, g):
 gelu.defvjp(_gelu_forward, _gelu_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5, 6))
 def attend(
-    mix: Callable[..., Float[Array, "b t n h"]],
+    mix: Callable[..., Float[Array, "b t d"]],
     scores: Float[Array, "b n t s"],
     mask: Bool[Array, "b 1 t s"],
     values: Any,
     dropout_keys: UInt32[Array, " b"] | None,
     rate: float,
-) -> tuple[Float[Array, "b t n h"], Float[Array, "b n t s"]]:
+    with_weights: bool = False,
+) -> tuple[Float[Array, "b t d"], Float[Array, "b n t s"] | None]:
     """Softmax over the keys where `mask` is True, dropout, and the weighted sum of values.
 
-    A query with no key gives equal weights rather than NaN; nothing may read them. Only the
-    weights before dropout are kept for the backward pass.
+    A query with no key gives equal weights rather than NaN; nothing may read them. The weights
+    before dropout and the result are kept for the backward pass.
 
     Args:
-        mix: `(weights, values) -> z`, linear in each.
+        mix: `(weights, values) -> z`, linear in each; D is that of N heads, one after the other.
         scores: scaled scores.
         mask: where a query may attend to a key.
         values: what `mix` takes.
         dropout_keys: one for each row, or None.
         rate: dropout of the weights.
+        with_weights: whether the weights are wanted as well.
 
     Returns:
-        `mix(dropout(weights), values)`, and the weights before dropout, in the scores' type.
+        `mix(dropout(weights), values)`; and the weights before dropout in the scores' type, or
+        None.
     """
-    return _attend_forward(mix, scores, mask, values, dropout_keys, rate)[0]
+    return _attend_forward(mix, scores, mask, values, dropout_keys, rate, with_weights)[0]
 
 
-def _attend_forward(mix, scores, mask, values, dropout_keys, rate):
+def _attend_forward(mix, scores, mask, values, dropout_keys, rate, with_weights):
     scores32 = jnp.where(mask, scores.astype(jnp.float32), MASKED_SCORE)
     probs = jax.nn.softmax(scores32, axis=-1)
     z = mix(dropout(probs, dropout_keys, rate).astype(scores.dtype), values)
     kept = probs.astype(scores.dtype)
-    return (z, kept), (kept, values, dropout_keys)
+    return (z, kept if with_weights else None), (kept, values, dropout_keys, z)
 
 
-def _attend_backward(mix, rate, saved, g):
-    kept, values, dropout_keys = saved
-    g_z, g_probs = g
+def _attend_backward(mix, rate, with_weights, saved, g):
+    kept, values, dropout_keys, z = saved
+    g_z, g_weights = g
     probs = kept.astype(jnp.float32)
     dropped = dropout(probs, dropout_keys, rate).astype(kept.dtype)
     g_dropped, g_values = jax.vjp(mix, dropped, values)[1](g_z)
-    g_probs = g_probs.astype(jnp.float32)
-    g_probs += dropout(g_dropped.astype(jnp.float32), dropout_keys, rate)
+    g_probs = dropout(g_dropped.astype(jnp.float32), dropout_keys, rate)
+    # The mean of the gradient under the weights, from what they were mixed to: one pass less over
+    # all pairs of places. Heads are summed by a product: to part them, TPUs would copy.
+    heads = kept.shape[1]
+    one_hot_dn = np.repeat(np.eye(heads, dtype=np.float32), z.shape[-1] // heads, axis=0)
+    products_btd = z.astype(jnp.float32) * g_z.astype(jnp.float32)
+    mean = jnp.einsum("btd,dn->bnt", products_btd, one_hot_dn)[..., None]
+    if with_weights:
+        g_weights = g_weights.astype(jnp.float32)
+        g_probs += g_weights
+        mean += (g_weights * probs).sum(-1, keepdims=True)
     # Weights are exactly 0 where the mask is False, and so is the gradient there.
-    g_scores = probs * (g_probs - (g_probs * probs).sum(-1, keepdims=True))
+    g_scores = probs * (g_probs - mean)
     return g_scores.astype(kept.dtype), None, g_values, None
 
 

@@ -62,17 +62,17 @@ class CrossAttention(nnx.Module):
         q_btnh = q_btnh * jnp.asarray(config.head_size**-0.5, x_btd.dtype)
         k_bsnh, v_bsnh = self.keys_and_values(memory_bsd)
         scores_bnts = jnp.einsum("btnh,bsnh->bnts", q_btnh, k_bsnh)
-        z_btnh, _ = ops.attend(
+        z_btd, _ = ops.attend(
             _mix, scores_bnts, mask, v_bsnh, dropout_keys, config.attention_dropout
         )
-        z_btd = z_btnh.reshape(*x_btd.shape[:2], -1)
         return ops.linear(z_btd, self.out_kernel[...].reshape(-1, d), self.out_bias[...])
 
 
 def _mix(
     probs_bnts: Float[Array, "b n t s"], v_bsnh: Float[Array, "b s n h"]
-) -> Float[Array, "b t n h"]:
-    return jnp.einsum("bnts,bsnh->btnh", probs_bnts, v_bsnh)
+) -> Float[Array, "b t d"]:
+    z_btnh = jnp.einsum("bnts,bsnh->btnh", probs_bnts, v_bsnh)
+    return z_btnh.reshape(*z_btnh.shape[:2], -1)
 
 
 class DecoderLayer(nnx.Module):

@@ -124,7 +124,8 @@ def test_layer_norm_of_equal_values_is_the_bias():
 
 
 def mix(probs, values):
-    return jnp.einsum("bnts,bsnh->btnh", probs, values)
+    z = jnp.einsum("bnts,bsnh->btnh", probs, values)
+    return z.reshape(*z.shape[:2], -1)
 
 
 MASK = jnp.asarray(np.tril(np.ones((2, 1, 5, 5), bool)))
@@ -136,21 +137,24 @@ def plain_attend(scores, values, keep=1.0):
     return mix(weights * keep, values), weights
 
 
+@pytest.mark.parametrize("with_weights", [False, True])
 @pytest.mark.parametrize("rate", [0.0, 0.4])
-def test_attention_weights_and_gradients_are_those_of_the_plain_softmax(rate):
+def test_attention_weights_and_gradients_are_those_of_the_plain_softmax(rate, with_weights):
     scores, values = draw(2, 3, 5, 5), draw(2, 5, 3, 4)
     keys = ops.row_keys(jnp.uint32(1), jnp.uint32(2), jnp.arange(2, dtype=jnp.uint32))
-    pulls = draw(2, 5, 3, 4, seed=1), draw(2, 3, 5, 5, seed=2)
+    pulls = (draw(2, 5, 12, seed=1), draw(2, 3, 5, 5, seed=2))[: 1 + with_weights]
     keep = ops.dropout(jnp.ones_like(scores), keys, rate)
     assert rate == 0 or 0 < (np.asarray(keep) == 0).mean() < 1
 
     @jax.jit
     def fused(scores, values):
-        return ops.attend(mix, scores, MASK, values, keys, rate)
+        z, weights = ops.attend(mix, scores, MASK, values, keys, rate, with_weights)
+        assert (weights is not None) == with_weights
+        return (z, weights)[: len(pulls)]
 
     @jax.jit
     def plain(scores, values):
-        return plain_attend(scores, values, keep)
+        return plain_attend(scores, values, keep)[: len(pulls)]
 
     def total(function, *arguments):
         return sum(
@@ -175,7 +179,7 @@ def test_a_query_with_nothing_to_attend_to_gives_no_nan():
         return ops.attend(mix, scores, mask, values, None, 0.0)[0]
 
     np.testing.assert_allclose(
-        z(scores, values), jnp.tile(values.mean(1, keepdims=True), (1, 3, 1, 1)), atol=1e-6
+        z(scores, values), jnp.tile(values.mean(1).reshape(1, 1, -1), (1, 3, 1)), atol=1e-6
     )
     for grad in jax.grad(lambda *a: z(*a).sum(), (0, 1))(scores, values):
         assert np.isfinite(grad).all()
@@ -183,7 +187,7 @@ def test_a_query_with_nothing_to_attend_to_gives_no_nan():
 
 def test_large_scores_do_not_overflow():
     scores = 1e4 * draw(2, 1, 5, 5)
-    z, probs = ops.attend(mix, scores, MASK, draw(2, 5, 1, 2), None, 0.0)
+    z, probs = ops.attend(mix, scores, MASK, draw(2, 5, 1, 2), None, 0.0, True)
     assert np.isfinite(z).all()
     np.testing.assert_allclose(probs.sum(-1), 1, atol=1e-6)
 
