@@ -10,7 +10,7 @@ REPAIR := runs/definitions
 
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 
-.PHONY: demo demo-definitions test lint format clean
+.PHONY: demo demo-definitions test test-latest lint format clean
 .SECONDARY:
 
 # ---- demo: a small DDRP + MTH encoder beside its baseline -----------------------------------------
@@ -51,6 +51,23 @@ $(REPAIR)/examples: | $(REPAIR)/model
 test: $(VENV)/installed-test
 	$(VENV)/bin/pytest -n 2 --dist loadfile
 
+# The same tests with the newest releases that pyproject.toml admits; jax 0.11 and later need
+# Python 3.12. A python3.12 on the PATH may be a stub that does not run, so each is tried.
+LATEST := .venv-latest
+LATEST_PYTHON ?= python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[23]*/bin/python3.1[23])
+
+test-latest:
+	@for each in $(LATEST_PYTHON); do \
+		if "$$each" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2> /dev/null; then \
+			echo "test-latest: $$("$$each" --version), $$each"; \
+			"$$each" -m venv $(LATEST) && break; \
+		fi; \
+	done; \
+	test -x $(LATEST)/bin/python || { echo "test-latest: no Python 3.12 or later that runs; \
+	install one, or name it: make test-latest LATEST_PYTHON=/path/to/python3.12" >&2; exit 1; }
+	$(LATEST)/bin/pip --disable-pip-version-check --quiet install --upgrade -e '.[test]'
+	$(LATEST)/bin/python -m pytest -n 2 --dist loadfile
+
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -80,4 +97,4 @@ $(VENV)/installed-test: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	touch $@ $(VENV)/installed-demo $(VENV)/installed-minilm
 
 clean:
-	rm -rf $(VENV) .cache $(DEMO) $(REPAIR)
+	rm -rf $(VENV) $(LATEST) .cache $(DEMO) $(REPAIR)

@@ -7,6 +7,7 @@ settings of another.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -41,8 +42,12 @@ class Contestant:
 
     def __init__(self, name: str, command: Sequence[str]):
         self.name = name
+        from ddrp_jax.cli import HUGE_PAGES  # not for peers, whose interpreter may lack it
+
+        # As `ddrp` sets for itself; peers get it too.
+        variables = os.environ | {"GLIBC_TUNABLES": HUGE_PAGES}
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.first = self.run()
         self.answers: list[dict[str, Any]] = []

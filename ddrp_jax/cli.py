@@ -22,6 +22,8 @@ from typing import Any, NoReturn
 import ddrp_jax
 from ddrp_jax.errors import DdrpError, UsageError, nearest
 
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
+
 COMMANDS = {
     "tokenizer": ("ddrp_jax.commands.tokenizer", "train a tokenizer, or adopt a published one"),
     "prepare": ("ddrp_jax.commands.prepare", "turn a corpus into records to train on"),
@@ -57,6 +59,24 @@ COMMANDS = {
     ),
     "show": ("ddrp_jax.commands.show", "tell what a checkpoint or a record folder holds"),
 }
+
+
+def console() -> int:
+    """Runs the command of this process: the entry point of the installed script."""
+    _use_huge_pages()
+    return main()
+
+
+def _use_huge_pages() -> None:
+    """Starts this process again, once, with huge pages for what `malloc` takes from the system.
+
+    XLA's CPU programs take their memory anew for every step. In pages of 4 kB that cost a small
+    model a seventh of its step (`benchmarks/definitionemb_step.py`). glibc reads the setting when
+    a process starts; other C libraries do not know it.
+    """
+    if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
+        os.environ["GLIBC_TUNABLES"] = HUGE_PAGES
+        os.execv(sys.executable, sys.orig_argv)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -241,4 +261,4 @@ def _fail(prog: str, message: str, status: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console())

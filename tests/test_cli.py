@@ -86,3 +86,23 @@ def test_a_closed_pipe_is_not_a_traceback():
     assert "Traceback" not in process.stderr.read()
     process.stderr.close()
     process.wait()
+
+
+def test_the_installed_script_starts_again_with_huge_pages():
+    code = (
+        "import os, sys; from ddrp_jax import cli\n"
+        "cli.main = lambda: print(os.getpid(), os.environ.get('GLIBC_TUNABLES')) or 0\n"
+        "print(os.getpid(), 'begins', flush=True)\n"
+        "sys.exit(cli.console())"
+    )
+    for given, wanted, starts in ((None, cli.HUGE_PAGES, 2), ("glibc.malloc.check=0", None, 1)):
+        variables = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
+        if given is not None:
+            variables["GLIBC_TUNABLES"] = given
+        result = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=variables, check=True
+        )
+        *begun, last = result.stdout.splitlines()
+        # The same process, and what is set already is left alone.
+        assert begun == [f"{last.split()[0]} begins"] * starts
+        assert last.split()[1] == (wanted or given)

@@ -11,6 +11,7 @@ import orjson
 
 from ddrp_jax.commands.output import aligned
 from ddrp_jax.errors import UsageError
+from ddrp_jax.paths import local_path
 
 EXAMPLE = """
 ddrp compare runs/demo/ddrp runs/demo/absolute --records runs/demo/records \\
@@ -22,14 +23,14 @@ _MEASURES = ("mlm_loss", "mlm_accuracy", "token_cosine", "token_abs_cosine", "he
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs")
+    parser.add_argument("runs", nargs="+", type=local_path, metavar="RUN", help="folders of runs")
     parser.add_argument(
         "--records", required=True, metavar="DIR", help="a folder that 'ddrp prepare' wrote"
     )
     parser.add_argument(
         "--output",
         required=True,
-        type=Path,
+        type=local_path,
         metavar="DIR",
         help="where comparison.json, comparison.txt and comparison.png go",
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 from typing import Any
 
 from ddrp_jax.commands.output import live_line
 from ddrp_jax.commands.source_arguments import corpus
 from ddrp_jax.errors import UsageError
+from ddrp_jax.paths import local_path
 
 EXAMPLE = """
 ddrp definitions apply --checkpoint runs/minilm --definitions runs/definitions \\
@@ -74,11 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: first)",
     )
     parser.add_argument(
-        "--output", required=True, type=Path, metavar="DIR", help="the checkpoint to make"
+        "--output", required=True, type=local_path, metavar="DIR", help="the checkpoint to make"
     )
     parser.add_argument(
         "--export",
-        type=Path,
+        type=local_path,
         metavar="DIR",
         help="write the result as a PyTorch model folder too, as 'ddrp export' does",
     )

@@ -16,6 +16,7 @@ from ddrp_jax.commands.output import (
     write_result,
 )
 from ddrp_jax.commands.prepare import share
+from ddrp_jax.paths import local_path
 
 if TYPE_CHECKING:
     from ddrp_jax.data.dictionary import Dictionary, Entry
@@ -51,12 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer",
         required=True,
-        type=Path,
+        type=local_path,
         metavar="DIR",
         help="a tokenizer's folder, or a checkpoint or run that has one",
     )
     parser.add_argument(
-        "--output", required=True, type=Path, metavar="DIR", help="the folder of examples to make"
+        "--output",
+        required=True,
+        type=local_path,
+        metavar="DIR",
+        help="the folder of examples to make",
     )
     parser.add_argument(
         "--template",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from ddrp_jax.commands.output import add_json_argument, aligned, write_result
+from ddrp_jax.paths import local_path
 
 EXAMPLE = """
 ddrp definitions evaluate --reconstructor runs/minilm-reconstructor \\
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--definitions",
         required=True,
-        type=Path,
+        type=local_path,
         metavar="DIR",
         help="the examples that it was trained on; their held-out tokens are measured",
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -12,6 +11,7 @@ import orjson
 from ddrp_jax.commands.output import aligned, live_line
 from ddrp_jax.commands.source_arguments import corpus
 from ddrp_jax.errors import UsageError
+from ddrp_jax.paths import local_path
 
 EXAMPLE = """
 ddrp definitions report --before runs/roberta --after runs/repaired --output runs/report
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         required=True,
-        type=Path,
+        type=local_path,
         metavar="DIR",
         help="where report.json, report.txt, spectrum.png and projection.png go",
     )
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         default=[],
-        type=Path,
+        type=local_path,
         metavar="FILE",
         help="judged pairs, 'word word score' a line, such as WordSim-353 or SimLex-999",
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from ddrp_jax.commands.config_flags import load_config
+from ddrp_jax.commands.hosts import add_run_arguments, joined
+from ddrp_jax.paths import as_path
 
 EXAMPLE = """
 ddrp definitions train --config configs/definitionemb_demo.py:runs/minilm \\
@@ -27,11 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workdir",
         required=True,
-        type=Path,
+        type=as_path,
         metavar="DIR",
         help="the run's folder; where it holds checkpoints, training goes on from the newest good "
         "one",
     )
+    add_run_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
     config = load_config(args.config, args.overrides, DefinitionConfig)
 
-    from ddrp_jax.definitions.reconstruct import train_reconstructor
+    with joined(args, "ddrp definitions train"):
+        from ddrp_jax.definitions.reconstruct import train_reconstructor
 
-    return train_reconstructor(config, args.workdir)
+        return train_reconstructor(config, args.workdir, profile=args.profile)

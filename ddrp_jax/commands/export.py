@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+
+from ddrp_jax.paths import local_path
 
 EXAMPLE = """
 ddrp export runs/demo exported/demo --verify
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a run's folder (its newest good checkpoint) or one checkpoint's folder",
     )
     parser.add_argument(
-        "output", type=Path, metavar="OUTPUT", help="the Hugging Face model folder to make"
+        "output", type=local_path, metavar="OUTPUT", help="the Hugging Face model folder to make"
     )
     parser.add_argument(
         "--dtype",

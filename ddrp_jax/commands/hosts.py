@@ -1,4 +1,4 @@
-"""Flags of commands that may run as several processes, and how such a process ends."""
+"""Flags of commands that train, perhaps as several processes, and how such a process ends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ from collections.abc import Iterator
 from ddrp_jax.errors import DdrpError, UsageError
 
 
-def add_host_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that tell a process which others there are."""
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds `--profile`, and the flags that tell a process which others there are."""
+    parser.add_argument(
+        "--profile",
+        type=_profile,
+        metavar="steps=A:B",
+        help="write a trace of these steps to WORKDIR/profile, for TensorBoard's profiler or "
+        "Perfetto (compilations are kept in ~/.cache/ddrp_jax on accelerators; "
+        "JAX_COMPILATION_CACHE_DIR in the environment names another folder, on CPUs too)",
+    )
     group = parser.add_argument_group(
         "several processes",
         "on TPUs all processes of a slice find each other, so none of these is needed; elsewhere "
@@ -72,6 +80,12 @@ def joined(args: argparse.Namespace, prog: str) -> Iterator[None]:
         else:
             print(f"{prog}: error: {known}", file=sys.stderr)
         distributed.leave(2 if isinstance(known, UsageError) else 1)
+
+
+def _profile(text: str) -> tuple[int, int]:
+    from ddrp_jax.training.profiling import parse_steps
+
+    return parse_steps(text)
 
 
 def _number(variable: str) -> int | None:

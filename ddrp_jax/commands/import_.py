@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from ddrp_jax.errors import UsageError
+from ddrp_jax.paths import local_path
 
 EXAMPLE = """
 ddrp import path/to/bert-base-uncased runs/bert
@@ -27,10 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "pytorch_model.bin), or a name on the hub; BERT, RoBERTa, MPNet, BART, or one "
         "that 'ddrp export' wrote",
     )
-    parser.add_argument("output", type=Path, metavar="OUTPUT", help="the checkpoint to make")
+    parser.add_argument("output", type=local_path, metavar="OUTPUT", help="the checkpoint to make")
     parser.add_argument(
         "--tokenizer",
-        type=Path,
+        type=local_path,
         metavar="DIR",
         help="a folder with its tokenizer, where SOURCE has none",
     )

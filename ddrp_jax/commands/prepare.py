@@ -6,11 +6,11 @@ import argparse
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from ddrp_jax.commands.output import aligned, live_line, readable_size
 from ddrp_jax.commands.source_arguments import add_source_arguments, sources_from
 from ddrp_jax.errors import UsageError
+from ddrp_jax.paths import local_path
 
 EXAMPLE = """
 ddrp prepare --input demo --tokenizer runs/tokenizer --output runs/records --holdout 0.5%
@@ -35,12 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer",
         required=True,
-        type=Path,
+        type=local_path,
         metavar="DIR",
         help="a folder that 'ddrp tokenizer' wrote, or a published tokenizer's",
     )
     parser.add_argument(
-        "--output", required=True, type=Path, metavar="DIR", help="the record folder to make"
+        "--output", required=True, type=local_path, metavar="DIR", help="the record folder to make"
     )
     parser.add_argument(
         "--holdout",

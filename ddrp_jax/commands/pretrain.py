@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ddrp_jax.commands.config_flags import load_config
-from ddrp_jax.commands.hosts import add_host_arguments, joined
+from ddrp_jax.commands.hosts import add_run_arguments, joined
 from ddrp_jax.paths import as_path
 
 EXAMPLE = """
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CHECKPOINT",
         help="start a new run from the parameters of another run or checkpoint",
     )
-    add_host_arguments(parser)
+    add_run_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,4 +47,4 @@ def run(args: argparse.Namespace) -> int:
     with joined(args, "ddrp pretrain"):
         from ddrp_jax.training.pretraining import pretrain
 
-        return pretrain(config, args.workdir, init=args.init)
+        return pretrain(config, args.workdir, init=args.init, profile=args.profile)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ddrp_jax.commands.output import add_json_argument, aligned, readable_size, write_result
 from ddrp_jax.errors import UsageError
+from ddrp_jax.paths import local_path
 
 EXAMPLE = """
 ddrp show runs/demo
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     parser.add_argument(
         "folder",
-        type=Path,
+        type=local_path,
         metavar="DIR",
         help="a run's folder (its newest good checkpoint), one checkpoint's folder, or a folder "
         "that 'ddrp prepare' wrote",

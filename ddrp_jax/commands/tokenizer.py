@@ -6,12 +6,12 @@ import argparse
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from ddrp_jax.commands.source_arguments import add_source_arguments, sources_from
 from ddrp_jax.data.sentencepiece_training import MAX_SENTENCES
 from ddrp_jax.data.sources import Source
 from ddrp_jax.errors import UsageError
+from ddrp_jax.paths import local_path
 
 EXAMPLE = """
 ddrp tokenizer train --input demo --vocab-size 2048 --model bpe --output runs/tokenizer
@@ -27,9 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="train: make a SentencePiece model from --input; adopt: take the published tokenizer "
         "in FOLDER (tokenizer.json; vocab.txt; or vocab.json and merges.txt)",
     )
-    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="what to adopt")
     parser.add_argument(
-        "--output", required=True, type=Path, metavar="DIR", help="the tokenizer folder to make"
+        "folder", nargs="?", type=local_path, metavar="FOLDER", help="what to adopt"
+    )
+    parser.add_argument(
+        "--output",
+        required=True,
+        type=local_path,
+        metavar="DIR",
+        help="the tokenizer folder to make",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a tokenizer there")
     parser.add_argument(

@@ -13,6 +13,11 @@ from ddrp_jax.errors import UsageError
 _CHOICE, _ACTION, _REPLACEMENT = 0, 1, 2
 
 
+def predictions_of(config: MaskingConfig, length: int) -> int:
+    """Returns the static number of predicted positions of a row of `length` tokens."""
+    return config.max_predictions or round(config.rate * length)
+
+
 class Masker:
     """Chooses the predicted tokens of rows, and what the model sees in their place."""
 
@@ -30,7 +35,7 @@ class Masker:
         self.config = config
         self.length = length
         most = int(prediction_counts(config.rate, length - 2))
-        self.max_predictions = config.max_predictions or round(config.rate * length)
+        self.max_predictions = predictions_of(config, length)
         if most > self.max_predictions:
             raise UsageError(
                 f"masking.max_predictions={self.max_predictions}: a row of {length} tokens has up "

@@ -21,6 +21,7 @@ import numpy as np
 
 from ddrp_jax.data.tokenizers import Tokenizer, load_tokenizer
 from ddrp_jax.errors import DdrpError, UsageError
+from ddrp_jax.paths import local_copy
 
 INDEX_FILE = "index.json"
 VERSION = 1
@@ -156,11 +157,14 @@ class Records:
 def open_records(path: str | Path) -> Records:
     """Opens a record folder and checks that its files are as long as its index says.
 
+    Args:
+        path: the folder, or that of a bucket (`gs://`), which is copied to the disk.
+
     Raises:
         UsageError: there are no finished records.
         DdrpError: a file is missing, truncated or of another version.
     """
-    path = Path(path)
+    path = local_copy(path, INDEX_FILE)
     index_path = path / INDEX_FILE
     if not index_path.exists():
         raise UsageError(

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ddrp_jax.errors import DdrpError, UsageError
+from ddrp_jax.paths import as_path
 
 SENTENCEPIECE_FILE = "sentencepiece.model"
 TOKENIZER_JSON = "tokenizer.json"
@@ -260,7 +261,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         UsageError: none of these is there, or a special token is missing.
         DdrpError: a file is damaged.
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     if (folder / SENTENCEPIECE_FILE).exists():
         path = folder / SENTENCEPIECE_FILE
         return SentencePieceTokenizer(path.read_bytes(), str(path))

@@ -22,6 +22,7 @@ import numpy as np
 
 from ddrp_jax.data.tokenizers import Tokenizer, load_tokenizer
 from ddrp_jax.errors import DdrpError, UsageError
+from ddrp_jax.paths import local_copy
 
 INDEX_FILE = "index.json"
 VERSION = 1
@@ -196,11 +197,14 @@ def write_examples(
 def open_examples(path: str | Path) -> Examples:
     """Opens a folder of examples and checks that its arrays fit each other.
 
+    Args:
+        path: the folder, or that of a bucket (`gs://`), which is copied to the disk.
+
     Raises:
         UsageError: there are no finished examples.
         DdrpError: a file is missing, damaged or of another version.
     """
-    path = Path(path)
+    path = local_copy(path, INDEX_FILE)
     index_path = path / INDEX_FILE
     again = "run 'ddrp definitions build' again"
     if not index_path.exists():

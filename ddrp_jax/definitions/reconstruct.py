@@ -33,6 +33,7 @@ from ddrp_jax.models.seq2seq import Seq2Seq, build_model
 from ddrp_jax.objectives import definition
 from ddrp_jax.training import checkpoint, sharding
 from ddrp_jax.training.evaluation import MASK_SEED, put
+from ddrp_jax.training.hardware import step_flops
 from ddrp_jax.training.loop import train
 from ddrp_jax.training.pretrained import Pretrained, load_pretrained
 from ddrp_jax.training.step import Batch, Objective, Sums, Training, abstract_model, build_training
@@ -145,8 +146,15 @@ _MEASURES = {"error": definition.squared_error, "cosine": definition.cosine}
 _PLACES = {"": "target_weights", "slot_": "slot_weights"}
 
 
-def train_reconstructor(config: DefinitionConfig, workdir: Path) -> int:
+def train_reconstructor(
+    config: DefinitionConfig, workdir: Path, *, profile: tuple[int, int] | None = None
+) -> int:
     """Trains a reconstructor, or goes on from the newest good checkpoint in `workdir`.
+
+    Args:
+        config: the run.
+        workdir: the run's folder, as `loop.train` keeps it.
+        profile: first and last step to trace.
 
     Returns:
         Exit status: 0, or 128 + the number of the signal that stopped the run.
@@ -155,7 +163,8 @@ def train_reconstructor(config: DefinitionConfig, workdir: Path) -> int:
         UsageError: the config cannot be right, or may not change on resume.
         DdrpError: bad data, no usable checkpoint, a full disk, a loss that is not finite.
     """
-    return train(Reconstruction(config), workdir, origin=config.reconstruction.checkpoint)
+    origin = config.reconstruction.checkpoint
+    return train(Reconstruction(config), workdir, origin=origin, profile=profile)
 
 
 class Reconstruction:
@@ -186,6 +195,7 @@ class Reconstruction:
 
     def batches(self, stage_index: int, step: int) -> pipeline.TrainBatches:
         config, stage = self.config, self.config.stages[stage_index]
+        process_index, process_count = sharding.row_share(sharding.make_mesh(config.mesh))
         identity = {
             "records": self._examples[stage_index].fingerprint,
             "length": stage.length,
@@ -196,8 +206,8 @@ class Reconstruction:
             self._rows(stage_index, "train"),
             stage.batch_size,
             identity,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            process_index=process_index,
+            process_count=process_count,
             start_step=step,
             prefetch=config.train.prefetch,
             workers=config.train.workers,
@@ -208,16 +218,21 @@ class Reconstruction:
         if not len(rows.chosen):
             return None
         config = self.config
+        process_index, process_count = sharding.row_share(sharding.make_mesh(config.mesh))
         return pipeline.finite_batches(
             rows,
             config.train.eval_batch_size or config.stages[stage_index].batch_size,
             max_rows=config.train.eval_rows,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            process_index=process_index,
+            process_count=process_count,
         )
 
     def training(self, stage_index: int, mesh: Mesh) -> Training:
         return build_training(self.config, stage_index, mesh, objective(self.config))
+
+    def step_flops(self, stage_index: int) -> float:
+        stage = self.config.stages[stage_index]
+        return step_flops(self.config.model, stage.batch_size, stage.length, predictions=0)
 
     def init_params(self, mesh: Mesh) -> Any:
         config = self.config

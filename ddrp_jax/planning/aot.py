@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ddrp_jax.config import Config, StageConfig
+from ddrp_jax.data.masking import predictions_of
 from ddrp_jax.errors import DdrpError, UsageError, nearest
 from ddrp_jax.planning import costs, hlo
 
@@ -248,7 +249,7 @@ def abstract_batch(config: Config, stage: StageConfig, place: Any) -> dict[str, 
     """Returns the shapes, types and sharding of a pre-training batch, as the pipeline makes it."""
     import jax
 
-    predictions = predictions_of(config, stage)
+    predictions = predictions_of(config.masking, stage.length)
     rows, columns = (stage.batch_size, stage.length), (stage.batch_size, predictions)
     shapes = {
         "input_ids": (rows, "int32"),
@@ -262,11 +263,6 @@ def abstract_batch(config: Config, stage: StageConfig, place: Any) -> dict[str, 
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
         for name, (shape, dtype) in shapes.items()
     }
-
-
-def predictions_of(config: Config, stage: StageConfig) -> int:
-    """Returns the number of predicted positions of a row."""
-    return config.masking.max_predictions or round(config.masking.rate * stage.length)
 
 
 def compile_step(config: Config, stage: StageConfig, training: Any) -> Any:
@@ -314,7 +310,7 @@ def _plan_stage(
         )
     compile_seconds = time.monotonic() - begun
     cost = costs.cost(hlo.parse(compiled.as_text()), mesh.shape)
-    predictions = predictions_of(config, stage)
+    predictions = predictions_of(config.masking, stage.length)
     model_flops = step_flops(config.model, stage.batch_size, stage.length, predictions) / chips
     compute = cost.cycles * cycle_seconds(generation)
     communication = sum(
@@ -399,7 +395,7 @@ def _advice(
         while rows % (stage.accumulation * factor):
             factor += 1
         advice.append(
-            f"about {fitting} rows at a time fit on a chip, not {microrows:g}: "
+            f"about {fitting} rows at a time fit on a chip, not {microrows:.10g}: "
             f"accumulation={stage.accumulation * factor} keeps the batch, or set "
             f"batch_size={fitting * stage.accumulation * int(stage.batch_size / rows)}"
         )

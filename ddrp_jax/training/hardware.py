@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import os
 
 from ddrp_jax.config import ModelConfig
+from ddrp_jax.paths import cache_folder
 
 _GIB = 2**30
 
@@ -56,6 +58,27 @@ def chip_of(device_kind: str) -> Chip | None:
     return next((chip for chip in CHIPS.values() if chip.kind == device_kind), None)
 
 
+def peak_flops() -> float | None:
+    """Returns the peak of all devices of the run together, None where it is not known."""
+    import jax
+
+    devices = jax.devices()
+    chip = chip_of(devices[0].device_kind)
+    return None if chip is None else chip.peak_flops * len(devices)
+
+
+def keep_compilations() -> None:
+    """Keeps what is compiled for accelerators in the user's cache folder, unless told where.
+
+    Not so for CPUs: homes are shared by machines whose CPUs differ.
+    """
+    import jax
+
+    if jax.default_backend() == "cpu" or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+
+
 def step_flops(model: ModelConfig, rows: int, length: int, predictions: int) -> float:
     """Returns the FLOPs of one training step of the encoder with its masked-LM head.
 
@@ -68,7 +91,7 @@ def step_flops(model: ModelConfig, rows: int, length: int, predictions: int) -> 
         model: the encoder, with its vocabulary.
         rows: rows of the step's batch.
         length: tokens of a row.
-        predictions: predicted positions of a row.
+        predictions: predicted positions of a row; 0 for a model without the head.
     """
     d = model.hidden_size
     matrices = 4 * d * d + 2 * d * model.intermediate_size

@@ -26,22 +26,27 @@ from jax.sharding import Mesh
 
 from ddrp_jax.config import RunConfig, StageConfig, as_dict
 from ddrp_jax.errors import DdrpError, UsageError
-from ddrp_jax.training import checkpoint, distributed, metrics, resume, sharding
+from ddrp_jax.paths import write_whole
+from ddrp_jax.training import checkpoint, distributed, hardware, metrics, resume, sharding
 from ddrp_jax.training.evaluation import HELD_OUT, evaluate, mean, put
 from ddrp_jax.training.preemption import Stopped, StopSignal
+from ddrp_jax.training.profiling import Trace, check_steps
 from ddrp_jax.training.state import TrainState
 from ddrp_jax.training.step import Training
 from ddrp_jax.training.task import Batches, Task
 
 
-def train(task: Task, workdir: Path, *, origin: str = "") -> int:
+def train(
+    task: Task, workdir: Path, *, origin: str = "", profile: tuple[int, int] | None = None
+) -> int:
     """Trains, or goes on from the newest good checkpoint in `workdir`.
 
     Args:
         task: the model, its data and its measures.
         workdir: the run's folder, made if absent: `config.json`, `metrics.jsonl`,
-            `tensorboard/`, `checkpoints/<step>/`.
+            `tensorboard/`, `checkpoints/<step>/`, and `profile/` where a trace is asked for.
         origin: where the task's initial parameters come from, for a message.
+        profile: first and last step to trace.
 
     Returns:
         Exit status: 0, or 128 + the number of the signal that stopped the run.
@@ -54,6 +59,8 @@ def train(task: Task, workdir: Path, *, origin: str = "") -> int:
     mesh = sharding.make_mesh(config.mesh)
     _check_batches(config, mesh)
     metrics.check_wandb(config.train.wandb)
+    check_steps(profile, 0, config.total_steps)
+    hardware.keep_compilations()
     distributed.check_same(as_dict(config))
     is_fresh = distributed.on_main(lambda: not checkpoint.has_checkpoints(workdir / "checkpoints"))
     # Before anything is written: a wrong start leaves no folder behind.
@@ -92,10 +99,19 @@ def train(task: Task, workdir: Path, *, origin: str = "") -> int:
             task.check_checkpoint(found)
             saved_config = checkpoint.read_config(found)
             changes = resume.check_resume(saved_config, config, progress["step"])
+        check_steps(profile, progress["step"], config.total_steps)
         if distributed.is_main():
-            _write_json(workdir / "config.json", as_dict(config))
-            metrics.cut_back(workdir, progress["step"], HELD_OUT if evaluation_due else None)
-        run = _Run(task, workdir, mesh, checkpoints, progress, evaluation_due)
+            options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+            write_whole(workdir / "config.json", orjson.dumps(as_dict(config), option=options))
+            spent = metrics.cut_back(
+                workdir, progress["step"], HELD_OUT if evaluation_due else None
+            )
+            seconds = progress["seconds"]
+            lost = max(spent - sum(seconds.values()), 0.0)
+            progress |= {"seconds": seconds | {"lost": seconds.get("lost", 0.0) + lost}}
+        run = _Run(
+            task, workdir, mesh, checkpoints, progress, evaluation_due, Trace(profile, workdir)
+        )
         with contextlib.closing(run):
             if found is not None:
                 run.screen.say(f"resuming from step {run.step}: {found}")
@@ -125,12 +141,6 @@ def _check_batches(config: RunConfig, mesh: Mesh) -> None:
             f"config.train.eval_batch_size={config.train.eval_batch_size}: expected a multiple of "
             f"the {ways} devices that rows are divided over"
         )
-
-
-def _write_json(path: Path, data: Any) -> None:
-    staging = path.with_name(f"{path.name}.tmp")
-    staging.write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
-    staging.replace(path)
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -177,6 +187,15 @@ class _Step:
     similarities: Mapping[str, Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Moment:
+    """What had been done when a line was written: steps, tokens, and seconds spent stepping."""
+
+    step: int
+    tokens: int
+    seconds: float
+
+
 class _Run:
     """One process's life of a run.
 
@@ -187,6 +206,7 @@ class _Run:
         checkpoints: of this run.
         progress: of the checkpoint that it goes on from, or that of step 0.
         evaluation_due: whether that checkpoint's state has still to be measured.
+        trace: of the steps that are to be profiled.
     """
 
     def __init__(
@@ -197,6 +217,7 @@ class _Run:
         checkpoints: checkpoint.Checkpoints,
         progress: Mapping[str, Any],
         evaluation_due: bool,
+        trace: Trace,
     ):
         config = task.config
         self.task = task
@@ -208,10 +229,12 @@ class _Run:
         self.tokens_seen: int = progress["tokens_seen"]
         self.iterator = progress["stage"], progress["iterator"]
         self.evaluation_due = evaluation_due
+        self.trace = trace
+        self.peak_flops = hardware.peak_flops()
         self.chrono = metrics.Chrono(progress["seconds"])
         self.compiled: set[Any] = set()
         self.count = jax.jit(jnp.count_nonzero, out_shardings=sharding.replicated(mesh))
-        self.logged = self.tokens_seen, self._stepping_seconds()
+        self.logged = _Moment(self.step, self.tokens_seen, self._stepping_seconds())
         self.writer: metrics.MetricsWriter | metrics.Silent = metrics.Silent()
         self.screen: metrics.Progress | metrics.Silent = metrics.Silent()
         if distributed.is_main():
@@ -225,6 +248,7 @@ class _Run:
             self.screen = metrics.Progress(config.total_steps, self.step)
 
     def close(self) -> None:
+        self.trace.close()
         self.writer.close()
         self.screen.close()
 
@@ -252,6 +276,7 @@ class _Run:
                 self.checkpoints.wait()
         where = self.checkpoints.folder / str(self.step)
         ended = self.step == self.config.total_steps and not self.evaluation_due
+        self.screen.say(metrics.goodput(self.chrono.seconds))
         if stop.received is not None and not ended:
             self.screen.say(
                 f"stopped by {stop.received.name} after step {self.step}, saved as {where}; the "
@@ -311,6 +336,7 @@ class _Run:
     ) -> tuple[TrainState, _Step]:
         number = self.step + 1
         training = now.training
+        self.trace.before(number)
         similarities: Mapping[str, Any] = {}
         with jax.transfer_guard("disallow"):
             placed = put(batch, training.batch_sharding)
@@ -323,6 +349,8 @@ class _Run:
             else:
                 tokens = self.count(placed["segment_ids"])
         self.step = number
+        if self.trace.after(number, values):
+            self.screen.say(f"wrote the trace of steps up to {number} to {self.trace.folder}")
         self.screen.advance(number)
         return state, _Step(number, batch["row"], tokens, values, similarities)
 
@@ -344,14 +372,14 @@ class _Run:
         values = {k: v.item() for k, v in jax.device_get(step.values).items() if k != "finite"}
         pairs = jax.device_get(step.similarities)
         values = {name: mean(pair) for name, pair in pairs.items()} | values
-        tokens, seconds = self.logged
-        self.logged = self.tokens_seen, self._stepping_seconds()
-        rate = (self.tokens_seen - tokens) / max(self.logged[1] - seconds, 1e-9)
-        self._write(
-            step.number,
-            "train",
-            values | {"tokens_per_second": rate, "tokens_seen": self.tokens_seen},
-        )
+        before = self.logged
+        self.logged = _Moment(step.number, self.tokens_seen, self._stepping_seconds())
+        seconds = max(self.logged.seconds - before.seconds, 1e-9)
+        values["tokens_per_second"] = (self.tokens_seen - before.tokens) / seconds
+        if self.peak_flops is not None:
+            flops = (step.number - before.step) * self.task.step_flops(now.index)
+            values["mfu"] = flops / seconds / self.peak_flops
+        self._write(step.number, "train", values | {"tokens_seen": self.tokens_seen})
         if not is_finite:
             self._stop_unhealthy(now, state, step, values)
 
@@ -391,6 +419,7 @@ class _Run:
 
     def _save(self, now: _Stage, state: TrainState, batches: Batches, loss: float | None) -> None:
         with self.chrono.spend("saving"):
+            self.writer.upload()
             progress = {
                 "step": self.step,
                 "stage": now.index,

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from ddrp_jax.errors import DdrpError
-from ddrp_jax.paths import files_below, is_remote, size_of
+from ddrp_jax.paths import files_below, is_remote, size_of, write_whole
 
 FILE = "manifest.json"
 _FORMAT = 2
@@ -44,13 +44,7 @@ def settle(folder: Path, held_out_loss: float | None) -> None:
     body = read(folder)
     del body["evaluation_due"]
     body["held_out_loss"] = held_out_loss
-    if is_remote(folder):  # an object is replaced in one move
-        (folder / FILE).write_bytes(_sealed(body))
-        return
-    staging = folder / f".{FILE}"
-    staging.write_bytes(_sealed(body))
-    sync(staging)
-    staging.replace(folder / FILE)
+    write_whole(folder / FILE, _sealed(body))
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import importlib.util
 import math
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,16 +21,18 @@ from typing import Any
 import orjson
 
 from ddrp_jax.errors import UsageError
+from ddrp_jax.paths import copy_tree, is_remote, write_whole
 
 FILE = "metrics.jsonl"
-CATEGORIES = ("training", "waiting", "compiling", "evaluating", "saving")
+CATEGORIES = ("training", "waiting", "compiling", "evaluating", "saving", "lost")
 
 
 class Chrono:
     """Wall-clock seconds by what they were spent on, over all the lives of a run.
 
     Args:
-        seconds: what earlier lives spent; `Chrono.seconds` of a checkpoint.
+        seconds: what earlier lives spent; `Chrono.seconds` of a checkpoint. "lost" is what a
+            restart threw away: all that was done after that checkpoint.
     """
 
     def __init__(self, seconds: Mapping[str, float] | None = None):
@@ -61,7 +64,22 @@ class Chrono:
         self._since = now
 
 
-def cut_back(workdir: Path, step: int, split: str | None = None) -> None:
+def goodput(seconds: Mapping[str, float]) -> str:
+    """Returns a line that tells what a run's time went into, over all its lives."""
+    total = sum(seconds.values())
+    if total <= 0:
+        return "goodput: nothing was done"
+    names = {"waiting": "waiting for data", "lost": "lost to restarts"}
+    shares = [
+        f"{names.get(name, name)} {100 * seconds.get(name, 0.0) / total:.1f} %"
+        for name in CATEGORIES
+        if name != "training"
+    ]
+    share = 100 * seconds.get("training", 0.0) / total
+    return f"goodput: training {share:.1f} % of {_clock(total)}; {', '.join(shares)}"
+
+
+def cut_back(workdir: Path, step: int, split: str | None = None) -> float:
     """Drops what `metrics.jsonl` says of steps after `step`, and a line that a kill tore.
 
     The new file replaces the old one in one move.
@@ -70,23 +88,28 @@ def cut_back(workdir: Path, step: int, split: str | None = None) -> None:
         workdir: the run's folder.
         step: the last to keep.
         split: what it says of this split at `step` itself is dropped too.
+
+    Returns:
+        Seconds that the run had spent by the last line that was dropped; 0 where none was.
     """
     path = workdir / FILE
+    spent = 0.0
     if not path.exists():
-        return
-    staging = path.with_suffix(".jsonl.tmp")
-    with path.open("rb") as old, staging.open("wb") as new:
-        for line in old:
+        return spent
+    kept = []
+    with path.open("rb") as file:
+        for line in file:
             try:
                 event = orjson.loads(line)
             except orjson.JSONDecodeError:
                 continue
             is_kept = event["step"] <= step and (event["step"], event["split"]) != (step, split)
             if line.endswith(b"\n") and is_kept:
-                new.write(line)
-        new.flush()
-        os.fsync(new.fileno())
-    staging.replace(path)
+                kept.append(line)
+            else:
+                spent = sum(event.get(f"seconds_{name}", 0.0) for name in CATEGORIES)
+    write_whole(path, b"".join(kept))
+    return spent
 
 
 def check_wandb(project: str) -> None:
@@ -118,8 +141,17 @@ class MetricsWriter:
         wandb: str,
         config: Mapping[str, Any],
     ):
+        self._workdir = workdir
+        # A bucket's files cannot grow: they do so here, and are sent as a whole.
+        self._mirror: tempfile.TemporaryDirectory[str] | None = None
+        folder = workdir
+        if is_remote(workdir):
+            self._mirror = tempfile.TemporaryDirectory()
+            folder = Path(self._mirror.name)
+            if (workdir / FILE).exists():
+                (folder / FILE).write_bytes((workdir / FILE).read_bytes())
         # Unbuffered: a line goes out in one write, so a kill hardly ever tears one.
-        self._file = (workdir / FILE).open("ab", buffering=0)
+        self._file = (folder / FILE).open("ab", buffering=0)
         self._tensorboard: Any = None
         self._wandb: Any = None
         if tensorboard:
@@ -128,10 +160,10 @@ class MetricsWriter:
             # TensorBoard then hides what an earlier life wrote beyond the checkpoint.
             purge_step = first_step + 1 if first_step else None
             self._tensorboard = SummaryWriter(
-                str(workdir / "tensorboard"), purge_step=purge_step, flush_secs=10
+                str(folder / "tensorboard"), purge_step=purge_step, flush_secs=10
             )
         if wandb:
-            self._wandb = _start_wandb(wandb, workdir, config)
+            self._wandb = _start_wandb(wandb, workdir, folder, config)
 
     def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
         """Writes one event.
@@ -156,6 +188,18 @@ class MetricsWriter:
         if self._wandb is not None:
             self._wandb.log(scalars, step=step)
 
+    def upload(self) -> None:
+        """Sends what was written so far to the bucket, where the workdir is in one."""
+        if self._mirror is not None:
+            if self._tensorboard is not None:
+                self._tensorboard.flush()
+            for name in (FILE, "tensorboard"):
+                path = Path(self._mirror.name) / name
+                if path.is_dir():
+                    copy_tree(path, self._workdir / name)
+                elif path.exists():
+                    write_whole(self._workdir / name, path.read_bytes())
+
     def close(self) -> None:
         """Writes out what is still in memory."""
         self._file.close()
@@ -163,6 +207,9 @@ class MetricsWriter:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
+        self.upload()
+        if self._mirror is not None:
+            self._mirror.cleanup()
 
 
 class Silent:
@@ -170,6 +217,9 @@ class Silent:
 
     def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
         """Writes nothing."""
+
+    def upload(self) -> None:
+        """Sends nothing."""
 
     def advance(self, step: int) -> None:
         """Shows nothing."""
@@ -227,7 +277,9 @@ class Progress:
             "mlm_accuracy": ("accuracy", ".3f"),
             "token_cosine": ("token cosine", ".3f"),
             "head_cosine": ("head cosine", ".3f"),
+            "relative_error": ("error / constant's", ".4f"),
             "tokens_per_second": ("tokens/s", ",.0f"),
+            "mfu": ("MFU", ".3f"),
         }
         on_bar = self._bar is not None and split == "train"
         # A bar has the width of a terminal to share with its counts.
@@ -259,11 +311,15 @@ class Progress:
         if self._bar is not None or step <= first_step or step >= self._total:
             return ""
         seconds = (time.monotonic() - start) / (step - first_step) * (self._total - step)
-        hours, minutes = int(seconds // 3600), int(seconds // 60 % 60)
-        return f"  left {hours}:{minutes:02}:{int(seconds % 60):02}"
+        return f"  left {_clock(seconds)}"
 
 
-def _start_wandb(project: str, workdir: Path, config: Mapping[str, Any]) -> Any:
+def _clock(seconds: float) -> str:
+    hours, minutes = int(seconds // 3600), int(seconds // 60 % 60)
+    return f"{hours}:{minutes:02}:{int(seconds % 60):02}"
+
+
+def _start_wandb(project: str, workdir: Path, folder: Path, config: Mapping[str, Any]) -> Any:
     import wandb
 
     # One run folder is one wandb run, through every resume.
@@ -274,7 +330,7 @@ def _start_wandb(project: str, workdir: Path, config: Mapping[str, Any]) -> Any:
         project=project,
         id=identity.read_text(),
         resume="allow",
-        dir=str(workdir),
+        dir=str(folder),
         config=dict(config),
     )
 

@@ -11,18 +11,25 @@ from jax.sharding import Mesh
 
 from ddrp_jax.config import Config, ObjectiveConfig
 from ddrp_jax.data import pipeline
-from ddrp_jax.data.masking import Masker
+from ddrp_jax.data.masking import Masker, predictions_of
 from ddrp_jax.data.records import Records, check_records, open_records
 from ddrp_jax.data.tokenizers import Tokenizer, load_tokenizer
 from ddrp_jax.errors import UsageError
 from ddrp_jax.paths import as_path
 from ddrp_jax.training import checkpoint, distributed, sharding
 from ddrp_jax.training.evaluation import HELD_OUT, held_out_batches
+from ddrp_jax.training.hardware import step_flops
 from ddrp_jax.training.loop import train
 from ddrp_jax.training.step import Training, build_training
 
 
-def pretrain(config: Config, workdir: Path, *, init: Path | None = None) -> int:
+def pretrain(
+    config: Config,
+    workdir: Path,
+    *,
+    init: Path | None = None,
+    profile: tuple[int, int] | None = None,
+) -> int:
     """Trains, or goes on from the newest good checkpoint in `workdir`.
 
     Args:
@@ -30,6 +37,7 @@ def pretrain(config: Config, workdir: Path, *, init: Path | None = None) -> int:
         workdir: the run's folder, as `loop.train` keeps it.
         init: a checkpoint whose parameters a fresh run starts from; a run that has checkpoints of
             its own goes on from those.
+        profile: first and last step to trace.
 
     Returns:
         Exit status: 0, or 128 + the number of the signal that stopped the run.
@@ -38,7 +46,7 @@ def pretrain(config: Config, workdir: Path, *, init: Path | None = None) -> int:
         UsageError: the config cannot be right, or may not change on resume.
         DdrpError: bad records, no usable checkpoint, a full disk, a loss that is not finite.
     """
-    return train(Pretraining(config, init), workdir, origin=str(init))
+    return train(Pretraining(config, init), workdir, origin=str(init), profile=profile)
 
 
 class Pretraining:
@@ -88,6 +96,11 @@ class Pretraining:
 
     def training(self, stage_index: int, mesh: Mesh) -> Training:
         return build_training(self.config, stage_index, mesh)
+
+    def step_flops(self, stage_index: int) -> float:
+        config, stage = self.config, self.config.stages[stage_index]
+        predictions = predictions_of(config.masking, stage.length)
+        return step_flops(config.model, stage.batch_size, stage.length, predictions)
 
     def init_params(self, mesh: Mesh) -> Any:
         if self._init is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ddrp_jax.config import RunConfig, as_dict, from_config_dict
 from ddrp_jax.errors import DdrpError, UsageError
+from ddrp_jax.paths import is_remote
 
 # The devices, the number of steps, what is logged, evaluated and saved, and how batches are made
 # ahead: none of these changes what a step computes, but for the learning rate of a schedule that
@@ -87,9 +88,14 @@ def check_resume(saved: Mapping[str, Any], config: RunConfig, step: int) -> list
 def only_process(workdir: Path) -> Iterator[None]:
     """Keeps other processes from training in the same folder; a kill releases it.
 
+    A bucket has no locks: there it keeps nobody away.
+
     Raises:
         DdrpError: another process does.
     """
+    if is_remote(workdir):
+        yield
+        return
     with (workdir / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -54,6 +54,9 @@ class Task(Protocol):
     def training(self, stage_index: int, mesh: Mesh) -> Training:
         """Returns the compiled functions of a stage."""
 
+    def step_flops(self, stage_index: int) -> float:
+        """Returns the FLOPs of a stage's step (`hardware.step_flops`)."""
+
     def init_params(self, mesh: Mesh) -> Any:
         """Returns the parameters that a fresh run starts from; None takes `Training.init`'s."""
 
