@@ -1,5 +1,6 @@
 """The `ddrp` command as a user meets it: the installed console script in a process of its own."""
 
+import os
 import subprocess
 import sys
 

@@ -200,7 +200,8 @@ def attend(
     """Softmax over the keys where `mask` is True, dropout, and the weighted sum of values.
 
     A query with no key gives equal weights rather than NaN; nothing may read them. The weights
-    before dropout and the result are kept for the backward pass.
+    before dropout are kept for the backward pass, and where they are not wanted the result, which
+    is kept anyway as the input of the next product.
 
     Args:
         mix: `(weights, values) -> z`, linear in each; D is that of N heads, one after the other.
@@ -223,7 +224,9 @@ def _attend_forward(mix, scores, mask, values, dropout_keys, rate, with_weights)
     probs = jax.nn.softmax(scores32, axis=-1)
     z = mix(dropout(probs, dropout_keys, rate).astype(scores.dtype), values)
     kept = probs.astype(scores.dtype)
-    return (z, kept if with_weights else None), (kept, values, dropout_keys, z)
+    if with_weights:
+        return (z, kept), (kept, values, dropout_keys, None)
+    return (z, None), (kept, values, dropout_keys, z)
 
 
 def _attend_backward(mix, rate, with_weights, saved, g):
@@ -233,16 +236,16 @@ def _attend_backward(mix, rate, with_weights, saved, g):
     dropped = dropout(probs, dropout_keys, rate).astype(kept.dtype)
     g_dropped, g_values = jax.vjp(mix, dropped, values)[1](g_z)
     g_probs = dropout(g_dropped.astype(jnp.float32), dropout_keys, rate)
-    # The mean of the gradient under the weights, from what they were mixed to: one pass less over
-    # all pairs of places. Heads are summed by a product: to part them, TPUs would copy.
-    heads = kept.shape[1]
-    one_hot_dn = np.repeat(np.eye(heads, dtype=np.float32), z.shape[-1] // heads, axis=0)
-    products_btd = z.astype(jnp.float32) * g_z.astype(jnp.float32)
-    mean = jnp.einsum("btd,dn->bnt", products_btd, one_hot_dn)[..., None]
     if with_weights:
-        g_weights = g_weights.astype(jnp.float32)
-        g_probs += g_weights
-        mean += (g_weights * probs).sum(-1, keepdims=True)
+        g_probs += g_weights.astype(jnp.float32)
+        mean = (g_probs * probs).sum(-1, keepdims=True)
+    else:
+        # The mean of the gradient under the weights, from what they were mixed to: one pass less
+        # over all pairs of places. Heads are summed by a product: to part them, TPUs would copy.
+        heads = kept.shape[1]
+        one_hot_dn = np.repeat(np.eye(heads, dtype=np.float32), z.shape[-1] // heads, axis=0)
+        products_btd = z.astype(jnp.float32) * g_z.astype(jnp.float32)
+        mean = jnp.einsum("btd,dn->bnt", products_btd, one_hot_dn)[..., None]
     # Weights are exactly 0 where the mask is False, and so is the gradient there.
     g_scores = probs * (g_probs - mean)
     return g_scores.astype(kept.dtype), None, g_values, None
