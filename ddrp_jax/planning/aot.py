@@ -47,6 +47,8 @@ def prepare_environment() -> None:
     # The plan never runs a step: without these libtpu would take a lock that keeps others out,
     # and ask a metadata server what machine this is.
     os.environ["JAX_PLATFORMS"] = "cpu"
+    # Programs for chips that are not there are written to a cache but cannot be read from it.
+    os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")

@@ -319,10 +319,18 @@ def test_nothing_leaks_from_held_out_words(tokenizer, tmp_path_factory, entries,
     shown = {
         tuple(np.array(inputs(examples, i))[np.array(flags(examples, i), bool)]) for i in train
     }
+    # What is left of a training word's definition where that word is masked may read the same.
+    alike = {
+        tuple(tokenizer.encode(f" {text}")) for text, owners in texts.items() if owners - words
+    }
+    for word, _, text in entries:
+        if word.casefold() not in words:
+            own = tokenizer.encode(f" {word}")
+            alike.add(tuple(i for i in tokenizer.encode(f" {text}") if i not in own))
     for text, owners in texts.items():
         if owners <= words and not any(word in text.casefold() for word in owners):
             ids = tuple(tokenizer.encode(f" {text}"))
-            if ids not in {tuple(tokenizer.encode(f" {t}")) for t, o in texts.items() if o - words}:
+            if ids not in alike:
                 assert ids not in shown
 
 

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 VOCABULARY, LAYERS, WIDTH, HIDDEN, HEADS, LENGTH, PREDICTIONS = 500, 2, 32, 64, 2, 32, 5
+MAX_DISTANCE = 63
 # Rows of the padded vocabulary, as in `models.encoder`: a multiple of 128.
 PADDED = 512
 MODEL = (f"--config.model.vocab_size={VOCABULARY}",)
@@ -37,13 +38,11 @@ def data_parallel(tmp_path_factory):
     return plans
 
 
-def parameter_count():
-    """Of the tiny model, written down once more."""
-    # Word and position embeddings; the head's transform, its norm and its output bias.
-    position = (63 + 1 + 3) * (WIDTH // HEADS)
+def layer_parameters():
+    """Of one layer of the tiny model, written down once more."""
+    position = (MAX_DISTANCE + 1 + 3) * (WIDTH // HEADS)
     attention = 4 * (WIDTH * WIDTH + WIDTH) + position
-    layer = attention + 2 * WIDTH * HIDDEN + HIDDEN + WIDTH + 2 * 2 * WIDTH
-    return layer
+    return attention + 2 * WIDTH * HIDDEN + HIDDEN + WIDTH + 2 * 2 * WIDTH
 
 
 def test_memory_adds_up_and_parameters_are_on_every_chip(data_parallel):
@@ -56,7 +55,7 @@ def test_memory_adds_up_and_parameters_are_on_every_chip(data_parallel):
         assert stage["fits"]
         # Two moments of each parameter, and a step count or two.
         assert 0 <= memory["optimizer"] - 2 * memory["parameters"] < 100
-        assert memory["parameters"] >= 4 * LAYERS * parameter_count()
+        assert memory["parameters"] >= 4 * LAYERS * layer_parameters()
 
 
 def test_chips_exchange_gradients_and_scalars_alone(data_parallel):
@@ -67,8 +66,10 @@ def test_chips_exchange_gradients_and_scalars_alone(data_parallel):
     assert {exchange["axes"] for exchange in few["collectives"]} == {"data"}
     size = sum(exchange["bytes"] * exchange["count"] for exchange in few["collectives"])
     parameters = few["memory"]["parameters"]
-    # The word table's gradient comes in two parts, from the input and from the tied head.
-    assert parameters <= size <= parameters + 4 * PADDED * WIDTH + 1000
+    # The word table's gradient comes in two parts, from the input and from the tied head, and that
+    # of relative vectors by offset, before it is divided over distance and direction.
+    twice = 4 * PADDED * WIDTH + LAYERS * 4 * (2 * MAX_DISTANCE + 1) * (WIDTH // HEADS)
+    assert parameters <= size <= parameters + twice + 1000
 
 
 def test_products_are_those_of_the_model(data_parallel):
