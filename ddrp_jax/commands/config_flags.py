@@ -15,11 +15,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from ddrp_jax.config import Config, RunConfig, from_config_dict
+from ddrp_jax.config import Config, DefinitionConfig, RunConfig, from_config_dict
 from ddrp_jax.errors import UsageError, nearest
 
 
-def load_config(config: str, overrides: Sequence[str] = (), kind: type[RunConfig] = Config) -> Any:
+def load_config(
+    config: str, overrides: Sequence[str] = (), kind: type[RunConfig] | None = Config
+) -> Any:
     """Loads a config file and applies command-line overrides.
 
     Args:
@@ -27,12 +29,15 @@ def load_config(config: str, overrides: Sequence[str] = (), kind: type[RunConfig
             returns a ConfigDict.
         overrides: `--config.path=value`, `--config.path value`, `--config.flag`,
             `--noconfig.flag`.
-        kind: the class that the file's ConfigDict has to make, and that is returned.
+        kind: the class that the file's ConfigDict has to make, and that is returned; None takes
+            the one whose fields it has.
 
     Raises:
         UsageError: no such file or field, or a value that does not fit.
     """
     values = _apply(_load_file(config), list(overrides))
+    if kind is None:
+        kind = DefinitionConfig if "reconstruction" in values else Config
     return from_config_dict(kind, values)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddrp_jax.commands.config_flags import load_config
 from ddrp_jax.commands.output import add_json_argument, aligned, readable_size, write_result
-from ddrp_jax.config import Config
+from ddrp_jax.config import RunConfig
 from ddrp_jax.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 EXAMPLE = """
 ddrp plan --config configs/ddrp_base.py --topology v5e:16x16
 ddrp plan --config configs/ddrp_base.py --topology v5e:4x4 --stage short --sweep batch=32,64,128
+ddrp plan --config configs/definitionemb_bart_large.py --topology v5e:2x4
 ddrp plan --config configs/ddrp_base.py --sweep topology=v5e:4x4,v5p:2x2x2 --json plan.json
 """
 CONFIG_OVERRIDES = True
@@ -70,7 +71,9 @@ def run(args: argparse.Namespace) -> None:
     variants = []
     for value in values:
         extra = [f"--{key}={value}"] if key.startswith("config.") else []
-        config, vocabulary = _known_vocabulary(load_config(args.config, [*args.overrides, *extra]))
+        config, vocabulary = _known_vocabulary(
+            load_config(args.config, [*args.overrides, *extra], kind=None)
+        )
         topology = value if key == "topology" else args.topology
         aot.check_topology(topology)
         if key == "batch":
@@ -111,7 +114,7 @@ def _sweep(text: str | None) -> tuple[str, list[str]]:
     return key, listed
 
 
-def _known_vocabulary(config: Config) -> tuple[Config, str]:
+def _known_vocabulary(config: RunConfig) -> tuple[RunConfig, str]:
     """Returns the config with a vocabulary, and where that comes from."""
     from ddrp_jax.data.records import open_records
 

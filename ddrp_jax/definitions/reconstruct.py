@@ -231,8 +231,10 @@ class Reconstruction:
         return build_training(self.config, stage_index, mesh, objective(self.config))
 
     def step_flops(self, stage_index: int) -> float:
-        stage = self.config.stages[stage_index]
-        return step_flops(self.config.model, stage.batch_size, stage.length, predictions=0)
+        model, stage = self.config.model, self.config.stages[stage_index]
+        has_decoder = model.decoder.num_layers > 0
+        decoder_length = self._rows(stage_index, "train").decoder_length if has_decoder else 0
+        return step_flops(model, stage.batch_size, stage.length, 0, decoder_length)
 
     def init_params(self, mesh: Mesh) -> Any:
         config = self.config

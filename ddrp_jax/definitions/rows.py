@@ -58,7 +58,7 @@ class ExampleRows:
         return offsets, self.chosen[order]
 
     @functools.cached_property
-    def _decoder_length(self) -> int:
+    def decoder_length(self) -> int:
         """Tokens of a row's decoder input: what the fullest row of the plan needs."""
         assert self.decoder_start is not None
         offsets, packed = self._plan
@@ -168,7 +168,7 @@ class ExampleRows:
         """Returns the decoder's input: the start, then the shown pieces; and the last places."""
         assert self.decoder_start is not None
         sizes = self._decoder_sizes(indices)
-        layout = _Layout(rows, number, sizes, (num_rows, self._decoder_length))
+        layout = _Layout(rows, number, sizes, (num_rows, self.decoder_length))
         skip = len(self.decoder_start)
         source = np.repeat(
             self.examples.offsets[indices] + self.examples.slot_begin[indices] - skip, sizes

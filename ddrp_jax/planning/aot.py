@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ddrp_jax.config import Config, StageConfig
+from ddrp_jax.config import Config, DefinitionConfig, RunConfig, StageConfig
 from ddrp_jax.data.masking import predictions_of
 from ddrp_jax.errors import DdrpError, UsageError, nearest
 from ddrp_jax.planning import costs, hlo
@@ -173,7 +173,9 @@ class Plan:
         return sum(stage.chip_hours for stage in self.stages) if self.fits else None
 
 
-def check(config: Config, topology: str, stage_names: Sequence[str] = ()) -> tuple[list[int], Any]:
+def check(
+    config: RunConfig, topology: str, stage_names: Sequence[str] = ()
+) -> tuple[list[int], Any]:
     """Finds what cannot be right before anything compiles.
 
     Args:
@@ -201,22 +203,20 @@ def check(config: Config, topology: str, stage_names: Sequence[str] = ()) -> tup
     return chosen, mesh
 
 
-def make_plan(config: Config, topology: str, stage_names: Sequence[str] = ()) -> Plan:
+def make_plan(config: RunConfig, topology: str, stage_names: Sequence[str] = ()) -> Plan:
     """Compiles the step of every stage for a topology and measures it.
 
     Args:
-        config: a pre-training run whose vocabulary is known.
+        config: a run whose vocabulary is known.
         topology: "v5e:16x16"; one of `SLICES`.
         stage_names: the stages to plan; all of them if empty.
 
     Raises:
         UsageError: as `check`.
     """
-    from ddrp_jax.training.step import build_training
-
     generation, _ = check_topology(topology)
     chosen, mesh = check(config, topology, stage_names)
-    trainings = [build_training(config, index, mesh) for index in chosen]
+    trainings = [build(config, index, mesh) for index in chosen]
     # The compiler works on one core at a time.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         plans = pool.map(
@@ -229,7 +229,7 @@ def make_plan(config: Config, topology: str, stage_names: Sequence[str] = ()) ->
         return Plan(topology, mesh.size, dict(mesh.shape), tuple(plans))
 
 
-def with_rows_per_chip(config: Config, topology: str, rows: int) -> Config:
+def with_rows_per_chip(config: RunConfig, topology: str, rows: int) -> RunConfig:
     """Returns the config with `rows` of a step on each chip, and steps for the same tokens."""
     from ddrp_jax.training import sharding
 
@@ -247,38 +247,69 @@ def with_rows_per_chip(config: Config, topology: str, rows: int) -> Config:
     return dataclasses.replace(config, stages=stages)
 
 
-def abstract_batch(config: Config, stage: StageConfig, place: Any) -> dict[str, Any]:
-    """Returns the shapes, types and sharding of a pre-training batch, as the pipeline makes it."""
+def abstract_batch(config: RunConfig, stage: StageConfig, place: Any) -> dict[str, Any]:
+    """Returns the shapes, types and sharding of a batch, as the run's pipeline makes it."""
     import jax
 
-    predictions = predictions_of(config.masking, stage.length)
-    rows, columns = (stage.batch_size, stage.length), (stage.batch_size, predictions)
-    shapes = {
-        "input_ids": (rows, "int32"),
-        "segment_ids": (rows, "int32"),
-        "positions": (rows, "int32"),
-        "predict_positions": (columns, "int32"),
-        "predict_ids": (columns, "int32"),
-        "predict_weights": (columns, "float32"),
-    }
+    places = (stage.batch_size, stage.length)
+    shapes = dict.fromkeys(("input_ids", "segment_ids", "positions"), (places, "int32"))
+    if isinstance(config, Config):
+        columns = (stage.batch_size, predictions_of(config.masking, stage.length))
+        shapes |= dict.fromkeys(("predict_positions", "predict_ids"), (columns, "int32"))
+        shapes["predict_weights"] = (columns, "float32")
+    else:
+        if decoder_length := decoder_length_of(config, stage):
+            places = (stage.batch_size, decoder_length)
+            names = ("decoder_ids", "decoder_segment_ids", "decoder_positions")
+            shapes |= dict.fromkeys(names, (places, "int32"))
+        shapes["target_ids"] = (places, "int32")
+        shapes |= dict.fromkeys(("target_weights", "slot_weights"), (places, "float32"))
     return {
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
         for name, (shape, dtype) in shapes.items()
     }
 
 
-def compile_step(config: Config, stage: StageConfig, training: Any) -> Any:
+def decoder_length_of(config: RunConfig, stage: StageConfig) -> int:
+    """Returns the tokens of a row of the decoder's input, 0 without a decoder.
+
+    The examples decide it; a quarter of the row is more than those of an English dictionary need.
+    """
+    return stage.length // 4 if config.model.decoder.num_layers else 0
+
+
+def model_flops(config: RunConfig, stage: StageConfig) -> float:
+    """Returns the FLOPs of a stage's step over all chips."""
+    from ddrp_jax.training.hardware import step_flops
+
+    head = predictions_of(config.masking, stage.length) if isinstance(config, Config) else 0
+    decoder_length = decoder_length_of(config, stage)
+    return step_flops(config.model, stage.batch_size, stage.length, head, decoder_length)
+
+
+def build(config: RunConfig, stage_index: int, mesh: Any) -> Any:
+    """Returns the compiled functions of a stage, as the run makes them."""
+    from ddrp_jax.training.step import build_training
+
+    if not isinstance(config, DefinitionConfig):
+        return build_training(config, stage_index, mesh)
+    from ddrp_jax.definitions.reconstruct import objective
+
+    return build_training(config, stage_index, mesh, objective(config))
+
+
+def compile_step(config: RunConfig, stage: StageConfig, training: Any) -> Any:
     """Compiles the training step of a stage; `jax.errors.JaxRuntimeError` where it does not fit."""
     batch = abstract_batch(config, stage, training.batch_sharding)
     return training.train_step.lower(training.abstract_state, batch).compile()
 
 
 def _plan_stage(
-    config: Config, stage: StageConfig, training: Any, mesh: Any, generation: str
+    config: RunConfig, stage: StageConfig, training: Any, mesh: Any, generation: str
 ) -> StagePlan:
     import jax
 
-    from ddrp_jax.training.hardware import CHIPS, step_flops
+    from ddrp_jax.training.hardware import CHIPS
 
     chip, chips = CHIPS[generation], mesh.size
     state = training.abstract_state
@@ -312,8 +343,7 @@ def _plan_stage(
         )
     compile_seconds = time.monotonic() - begun
     cost = costs.cost(hlo.parse(compiled.as_text()), mesh.shape)
-    predictions = predictions_of(config.masking, stage.length)
-    model_flops = step_flops(config.model, stage.batch_size, stage.length, predictions) / chips
+    flops = model_flops(config, stage) / chips
     compute = cost.cycles * cycle_seconds(generation)
     communication = sum(
         exchange_seconds(exchange, chip.link_bandwidth) for exchange in cost.collectives
@@ -324,14 +354,14 @@ def _plan_stage(
         fits=True,
         memory=memory | _measured_memory(compiled.memory_analysis(), memory, chip.memory),
         flops=cost.flops,
-        model_flops=model_flops,
+        model_flops=flops,
         traffic=cost.traffic,
         megacycles=cost.cycles / 1e6,
         compute_seconds=compute,
         communication_seconds=communication,
         step_seconds=compute + communication,
         tokens_per_second=tokens_per_second,
-        mfu=model_flops / (compute + communication) / chip.peak_flops,
+        mfu=flops / (compute + communication) / chip.peak_flops,
         days=seconds / _DAY,
         chip_hours=seconds / 3600 * chips,
         collectives=cost.collectives,
@@ -375,7 +405,7 @@ def _needed(message: str, available: float) -> dict[str, int]:
 
 
 def _advice(
-    config: Config, stage: StageConfig, memory: dict[str, int], rows: float, mesh: Any
+    config: RunConfig, stage: StageConfig, memory: dict[str, int], rows: float, mesh: Any
 ) -> list[str]:
     """Returns what would make a stage fit, with the numbers that can be told without compiling."""
     state = memory["parameters"] + memory["optimizer"]

@@ -79,22 +79,34 @@ def keep_compilations() -> None:
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
 
 
-def step_flops(model: ModelConfig, rows: int, length: int, predictions: int) -> float:
-    """Returns the FLOPs of one training step of the encoder with its masked-LM head.
+def step_flops(
+    model: ModelConfig, rows: int, length: int, predictions: int, decoder_length: int = 0
+) -> float:
+    """Returns the FLOPs of one training step of a model with its masked-LM head.
 
     Three times the forward pass's products (backward is two more), of which each parameter of a
-    matrix counts 2 for each token, and attention `4 T D` a token and layer (scores, and the
-    weighted sum); the head counts at predicted positions only. Embedding lookups, norms, dropout
-    and relative scores count nothing.
+    matrix counts 2 for each token that it is applied to, and attention 4 D for each pair of places
+    (scores, and the weighted sum); the head counts at predicted positions only. Embedding lookups,
+    norms, dropout and relative scores count nothing.
 
     Args:
-        model: the encoder, with its vocabulary.
+        model: the model, with its vocabulary.
         rows: rows of the step's batch.
         length: tokens of a row.
         predictions: predicted positions of a row; 0 for a model without the head.
+        decoder_length: tokens of a row of the decoder, where there is one.
     """
     d = model.hidden_size
-    matrices = 4 * d * d + 2 * d * model.intermediate_size
-    layers = model.num_layers * (2 * matrices + 4 * length * d) * length
+    feed_forward = 2 * d * model.intermediate_size
+    layer = 2 * (4 * d * d + feed_forward) * length + 4 * d * length**2
+    # Self-attention, queries and output of cross-attention; its keys and values are of the source.
+    decoder_layer = (
+        2 * (6 * d * d + feed_forward) * decoder_length
+        + 2 * (2 * d * d) * length
+        + 4 * d * decoder_length * (decoder_length + length)
+    )
     head = 2 * (d * d + d * model.vocab_size) * predictions
+    layers = model.num_layers * layer
+    if decoder_length:
+        layers += model.decoder.num_layers * decoder_layer
     return 3.0 * rows * (layers + head)

@@ -116,6 +116,42 @@ def test_fsdp_keeps_a_share_of_the_parameters_on_each_chip(tmp_path, data_parall
     assert f"MFU                     {stage['mfu']:.3f}" in shown
 
 
+@pytest.mark.parametrize("name", ["definitionemb_roberta_base", "definitionemb_bart_large"])
+def test_a_reconstructor_is_planned_too(tmp_path, name):
+    output = tmp_path / "plan.json"
+    sizes = {
+        "model.num_layers": 2,
+        "model.hidden_size": 64,
+        "model.num_heads": 2,
+        "model.intermediate_size": 128,
+        "model.vocab_size": 500,
+        "stages[0].length": 32,
+    }
+    is_bart = "bart" in name
+    if is_bart:
+        sizes["model.decoder.num_layers"] = 1
+    flags = [f"--config.{field}={value}" for field, value in sizes.items()]
+    command = ["plan", f"--config={ROOT / 'configs' / name}.py", f"--json={output}", *flags]
+    assert cli.main([*command, "--topology=v5e:2x2"]) == 0
+    (stage,) = json.loads(output.read_text())["stages"]
+    rows, d, f = stage["rows_per_chip"], 64, 128
+    assert rows == 32 / 4
+    forward = 2 * 32 * (2 * (4 * d * d + 2 * d * f) + 4 * 32 * d)
+    if is_bart:
+        # A quarter as long: self-attention, cross-attention to the 32 tokens, and feed-forward.
+        forward += 2 * 8 * (4 * d * d + 2 * d * d + 2 * d * f) + 2 * 32 * 2 * d * d
+        forward += 4 * 8 * d * (8 + 32)
+    assert stage["model_flops"] == 3 * rows * forward
+    assert stage["flops"] > stage["model_flops"]
+    assert {exchange["kind"] for exchange in stage["collectives"]} == {"all-reduce"}
+    # The teacher, or for BART the frozen word table itself, has no moments and no gradient.
+    memory = stage["memory"]
+    frozen = 4 * PADDED * d
+    assert abs(memory["optimizer"] - 2 * (memory["parameters"] - frozen)) < 100
+    size = sum(exchange["bytes"] * exchange["count"] for exchange in stage["collectives"])
+    assert size < memory["parameters"] - frozen + 10_000
+
+
 def test_what_does_not_fit_is_told_with_what_would_help(tmp_path, capsys):
     result = plan(tmp_path, "--topology=v5e:1x1", "--config.stages[0].batch_size=1000000")
     (stage,) = result["stages"]
