@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ddrp_jax.commands.config_flags import load_config
-from ddrp_jax.commands.hosts import add_run_arguments, joined
-from ddrp_jax.paths import as_path
+from ddrp_jax.commands.run_arguments import add_run_arguments, joined
 
 EXAMPLE = """
 ddrp definitions train --config configs/definitionemb_demo.py:runs/minilm \\
@@ -18,22 +17,10 @@ CONFIG_OVERRIDES = True
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    parser.add_argument(
-        "--config",
-        required=True,
-        metavar="FILE[:arg]",
-        help="a file that defines get_config(); those of this project take the checkpoint of the "
-        "model as arg; --config.path.to.field=value overrides a field",
+    add_run_arguments(
+        parser,
+        "a file that defines get_config(); those of this project take the model's checkpoint as arg",
     )
-    parser.add_argument(
-        "--workdir",
-        required=True,
-        type=as_path,
-        metavar="DIR",
-        help="the run's folder; where it holds checkpoints, training goes on from the newest good "
-        "one",
-    )
-    add_run_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

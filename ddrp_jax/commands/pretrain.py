@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ddrp_jax.commands.config_flags import load_config
-from ddrp_jax.commands.hosts import add_run_arguments, joined
+from ddrp_jax.commands.run_arguments import add_run_arguments, joined
 from ddrp_jax.paths import as_path
 
 EXAMPLE = """
@@ -18,27 +18,13 @@ CONFIG_OVERRIDES = True
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
-    parser.add_argument(
-        "--config",
-        required=True,
-        metavar="FILE[:arg]",
-        help="a file that defines get_config(); --config.path.to.field=value overrides a field",
-    )
-    parser.add_argument(
-        "--workdir",
-        required=True,
-        type=as_path,
-        metavar="DIR",
-        help="the run's folder; where it holds checkpoints, training goes on from the newest good "
-        "one",
-    )
+    add_run_arguments(parser, "a file that defines get_config()")
     parser.add_argument(
         "--init",
         type=as_path,
         metavar="CHECKPOINT",
         help="start a new run from the parameters of another run or checkpoint",
     )
-    add_run_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

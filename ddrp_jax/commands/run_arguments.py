@@ -10,10 +10,30 @@ import traceback
 from collections.abc import Iterator
 
 from ddrp_jax.errors import DdrpError, UsageError
+from ddrp_jax.paths import as_path
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `--profile`, and the flags that tell a process which others there are."""
+def add_run_arguments(parser: argparse.ArgumentParser, config_help: str) -> None:
+    """Adds what every run takes: its config, its folder, a trace, and which processes it is of.
+
+    Args:
+        parser: of the command.
+        config_help: what kind of file `--config` names.
+    """
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="FILE[:arg]",
+        help=f"{config_help}; --config.path.to.field=value overrides a field",
+    )
+    parser.add_argument(
+        "--workdir",
+        required=True,
+        type=as_path,
+        metavar="DIR",
+        help="the run's folder; where it holds checkpoints, training goes on from the newest good "
+        "one",
+    )
     parser.add_argument(
         "--profile",
         type=_profile,
