@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     add_run_arguments(
         parser,
-        "a file that defines get_config(); those of this project take the model's checkpoint as arg",
+        "a file that defines get_config(); the project's own take the model's checkpoint as arg",
     )
 
 
