@@ -60,11 +60,11 @@ test-latest:
 	@for each in $(LATEST_PYTHON); do \
 		if "$$each" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2> /dev/null; then \
 			echo "test-latest: $$("$$each" --version), $$each"; \
-			"$$each" -m venv $(LATEST) && break; \
+			exec "$$each" -m venv $(LATEST); \
 		fi; \
 	done; \
-	test -x $(LATEST)/bin/python || { echo "test-latest: no Python 3.12 or later that runs; \
-	install one, or name it: make test-latest LATEST_PYTHON=/path/to/python3.12" >&2; exit 1; }
+	echo "test-latest: no Python 3.12 or later that runs; install one, or name it:" \
+		"make test-latest LATEST_PYTHON=/path/to/python3.12" >&2; exit 1
 	$(LATEST)/bin/pip --disable-pip-version-check --quiet install --upgrade -e '.[test]'
 	$(LATEST)/bin/python -m pytest -n 2 --dist loadfile
 

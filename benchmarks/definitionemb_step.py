@@ -14,14 +14,13 @@ too ("all"). Required: our step takes no longer.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from turns import Contestant, serve, take_turns
+from turns import Contestant, serve, show, steps_of, take_turns
 
 ROWS, LENGTH, SLOTS = 16, 128, 4
 VOCABULARY, LAYERS, WIDTH, HEADS, HIDDEN = 30_522, 6, 384, 12, 1536
@@ -44,8 +43,6 @@ def batch(targets: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def our_step(targets: str) -> Step:
-    import jax
-
     from ddrp_jax.config import (
         DefinitionConfig,
         ModelConfig,
@@ -82,15 +79,7 @@ def our_step(targets: str) -> Step:
         "target_weights": weights,
         "slot_weights": weights,
     }
-    rows = jax.device_put(rows, training.batch_sharding)
-    state = training.init(0)
-
-    def step() -> float:
-        nonlocal state
-        state, metrics = training.train_step(state, rows)
-        return float(metrics["loss"])
-
-    return step
+    return steps_of(training, rows)
 
 
 def torch_step(targets: str) -> Step:
@@ -159,10 +148,7 @@ def main() -> None:
             }
             for each in contestants
         ]
-    for row in rows:
-        print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{v}" for k, v in row.items()))
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+    show(rows, args.json)
 
 
 if __name__ == "__main__":

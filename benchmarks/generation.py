@@ -10,7 +10,6 @@ takes no longer. The ids of both are compared as well.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from turns import Contestant, serve, take_turns
+from turns import Contestant, serve, show, take_turns
 
 SHAPES = {
     "base": {
@@ -138,10 +137,7 @@ def main() -> None:
                 "same_ids": same,
             }
         )
-    for row in rows:
-        print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{v}" for k, v in row.items()))
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+    show(rows, args.json)
 
 
 if __name__ == "__main__":

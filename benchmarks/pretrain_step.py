@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from turns import Contestant, serve, take_turns
+from turns import Contestant, serve, steps_of, take_turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +68,6 @@ Step = Callable[[], float]
 
 
 def our_step(shape: Shape, position: str, weight: float = 0.0) -> Step:
-    import jax
-
     from ddrp_jax.config import (
         Config,
         ModelConfig,
@@ -103,15 +101,7 @@ def our_step(shape: Shape, position: str, weight: float = 0.0) -> Step:
         "predict_ids": made["targets"],
         "predict_weights": np.ones(made["places"].shape, np.float32),
     }
-    rows = jax.device_put(rows, training.batch_sharding)
-    state = training.init(0)
-
-    def step() -> float:
-        nonlocal state
-        state, metrics = training.train_step(state, rows)
-        return float(metrics["loss"])
-
-    return step
+    return steps_of(training, rows)
 
 
 def torch_step(shape: Shape, position: str) -> Step:

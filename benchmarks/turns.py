@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -44,8 +45,8 @@ class Contestant:
         self.name = name
         from ddrp_jax.cli import HUGE_PAGES  # not for peers, whose interpreter may lack it
 
-        # As `ddrp` sets for itself; peers get it too.
-        variables = os.environ | {"GLIBC_TUNABLES": HUGE_PAGES}
+        # As `ddrp` sets for itself, unless told otherwise; peers get it too.
+        variables = {"GLIBC_TUNABLES": HUGE_PAGES} | os.environ
         self.process = subprocess.Popen(
             command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -72,6 +73,29 @@ class Contestant:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
+
+
+def steps_of(training: Any, rows: Any) -> Callable[[], float]:
+    """Returns a function that makes one of our training steps on the same rows, again and again."""
+    import jax
+
+    rows = jax.device_put(rows, training.batch_sharding)
+    state = training.init(0)
+
+    def step() -> float:
+        nonlocal state
+        state, metrics = training.train_step(state, rows)
+        return float(metrics["loss"])
+
+    return step
+
+
+def show(rows: Sequence[dict[str, Any]], file: Path | None) -> None:
+    """Prints a line for each row, and writes them as JSON where a file is named."""
+    for row in rows:
+        print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{v}" for k, v in row.items()))
+    if file:
+        file.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 def take_turns(contestants: Sequence[Contestant], runs: int, *, warm_up: int = 0) -> None:

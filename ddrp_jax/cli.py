@@ -71,8 +71,9 @@ def _use_huge_pages() -> None:
     """Starts this process again, once, with huge pages for what `malloc` takes from the system.
 
     XLA's CPU programs take their memory anew for every step. In pages of 4 kB that cost a small
-    model a seventh of its step (`benchmarks/definitionemb_step.py`). glibc reads the setting when
-    a process starts; other C libraries do not know it.
+    model a seventh of its step (`benchmarks/definitionemb_step.py`, and the same with
+    GLIBC_TUNABLES=glibc.malloc.hugetlb=0). glibc reads the setting when a process starts; other C
+    libraries do not know it.
     """
     if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
         os.environ["GLIBC_TUNABLES"] = HUGE_PAGES

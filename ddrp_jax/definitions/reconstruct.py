@@ -33,7 +33,7 @@ from ddrp_jax.models.seq2seq import Seq2Seq, build_model
 from ddrp_jax.objectives import definition
 from ddrp_jax.training import checkpoint, sharding
 from ddrp_jax.training.evaluation import MASK_SEED, put
-from ddrp_jax.training.hardware import step_flops
+from ddrp_jax.training.hardware import stage_flops
 from ddrp_jax.training.loop import train
 from ddrp_jax.training.pretrained import Pretrained, load_pretrained
 from ddrp_jax.training.step import Batch, Objective, Sums, Training, abstract_model, build_training
@@ -231,10 +231,9 @@ class Reconstruction:
         return build_training(self.config, stage_index, mesh, objective(self.config))
 
     def step_flops(self, stage_index: int) -> float:
-        model, stage = self.config.model, self.config.stages[stage_index]
-        has_decoder = model.decoder.num_layers > 0
+        has_decoder = self.config.model.decoder.num_layers > 0
         decoder_length = self._rows(stage_index, "train").decoder_length if has_decoder else 0
-        return step_flops(model, stage.batch_size, stage.length, 0, decoder_length)
+        return stage_flops(self.config, self.config.stages[stage_index], decoder_length)
 
     def init_params(self, mesh: Mesh) -> Any:
         config = self.config

@@ -102,7 +102,7 @@ class StagePlan:
         memory: bytes on one chip by kind; "total" is all of it, "available" what the chip has.
         advice: what to change where it does not fit.
         flops: products of one step on one chip, as compiled.
-        model_flops: what the model asks for (`training.hardware.step_flops`), on one chip.
+        model_flops: what the model asks for (`training.hardware.stage_flops`), on one chip.
         traffic: bytes of HBM read and written in one step on one chip.
         megacycles: the compiler's estimate for one step.
         compute_seconds: the same in seconds.
@@ -278,15 +278,6 @@ def decoder_length_of(config: RunConfig, stage: StageConfig) -> int:
     return stage.length // 4 if config.model.decoder.num_layers else 0
 
 
-def model_flops(config: RunConfig, stage: StageConfig) -> float:
-    """Returns the FLOPs of a stage's step over all chips."""
-    from ddrp_jax.training.hardware import step_flops
-
-    head = predictions_of(config.masking, stage.length) if isinstance(config, Config) else 0
-    decoder_length = decoder_length_of(config, stage)
-    return step_flops(config.model, stage.batch_size, stage.length, head, decoder_length)
-
-
 def build(config: RunConfig, stage_index: int, mesh: Any) -> Any:
     """Returns the compiled functions of a stage, as the run makes them."""
     from ddrp_jax.training.step import build_training
@@ -309,7 +300,7 @@ def _plan_stage(
 ) -> StagePlan:
     import jax
 
-    from ddrp_jax.training.hardware import CHIPS
+    from ddrp_jax.training.hardware import CHIPS, stage_flops
 
     chip, chips = CHIPS[generation], mesh.size
     state = training.abstract_state
@@ -343,7 +334,7 @@ def _plan_stage(
         )
     compile_seconds = time.monotonic() - begun
     cost = costs.cost(hlo.parse(compiled.as_text()), mesh.shape)
-    flops = model_flops(config, stage) / chips
+    flops = stage_flops(config, stage, decoder_length_of(config, stage)) / chips
     compute = cost.cycles * cycle_seconds(generation)
     communication = sum(
         exchange_seconds(exchange, chip.link_bandwidth) for exchange in cost.collectives

@@ -11,7 +11,8 @@ import dataclasses
 import glob
 import os
 
-from ddrp_jax.config import ModelConfig
+from ddrp_jax.config import Config, ModelConfig, RunConfig, StageConfig
+from ddrp_jax.data.masking import predictions_of
 from ddrp_jax.paths import cache_folder
 
 _GIB = 2**30
@@ -77,6 +78,18 @@ def keep_compilations() -> None:
     if jax.default_backend() == "cpu" or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+
+
+def stage_flops(config: RunConfig, stage: StageConfig, decoder_length: int = 0) -> float:
+    """Returns the FLOPs of one training step of a stage, over all devices.
+
+    Args:
+        config: the run; only pre-training has the masked-LM head.
+        stage: one of its stages.
+        decoder_length: tokens of a row of the decoder, where there is one.
+    """
+    predictions = predictions_of(config.masking, stage.length) if isinstance(config, Config) else 0
+    return step_flops(config.model, stage.batch_size, stage.length, predictions, decoder_length)
 
 
 def step_flops(

@@ -158,6 +158,7 @@ class _Stage:
         source: the folder that its rows come from.
         training: its compiled functions.
         held_out: batches to measure on, or None where nothing is held out.
+        flops: of one step, None where the devices' peak is not known.
     """
 
     index: int
@@ -166,6 +167,7 @@ class _Stage:
     source: Path
     training: Training
     held_out: Any
+    flops: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,7 +296,8 @@ class _Run:
                 "that made it does"
             )
         training = self.task.training(index, self.mesh)
-        return _Stage(index, begin, self.config.stages[index], source, training, held_out)
+        flops = None if self.peak_flops is None else self.task.step_flops(index)
+        return _Stage(index, begin, self.config.stages[index], source, training, held_out, flops)
 
     def _train_stage(self, now: _Stage, state: TrainState, stop: StopSignal) -> TrainState:
         train = self.config.train
@@ -376,9 +379,9 @@ class _Run:
         self.logged = _Moment(step.number, self.tokens_seen, self._stepping_seconds())
         seconds = max(self.logged.seconds - before.seconds, 1e-9)
         values["tokens_per_second"] = (self.tokens_seen - before.tokens) / seconds
-        if self.peak_flops is not None:
-            flops = (step.number - before.step) * self.task.step_flops(now.index)
-            values["mfu"] = flops / seconds / self.peak_flops
+        if self.peak_flops is not None and now.flops is not None:
+            steps = step.number - before.step
+            values["mfu"] = steps * now.flops / seconds / self.peak_flops
         self._write(step.number, "train", values | {"tokens_seen": self.tokens_seen})
         if not is_finite:
             self._stop_unhealthy(now, state, step, values)

@@ -11,14 +11,14 @@ from jax.sharding import Mesh
 
 from ddrp_jax.config import Config, ObjectiveConfig
 from ddrp_jax.data import pipeline
-from ddrp_jax.data.masking import Masker, predictions_of
+from ddrp_jax.data.masking import Masker
 from ddrp_jax.data.records import Records, check_records, open_records
 from ddrp_jax.data.tokenizers import Tokenizer, load_tokenizer
 from ddrp_jax.errors import UsageError
 from ddrp_jax.paths import as_path
 from ddrp_jax.training import checkpoint, distributed, sharding
 from ddrp_jax.training.evaluation import HELD_OUT, held_out_batches
-from ddrp_jax.training.hardware import step_flops
+from ddrp_jax.training.hardware import stage_flops
 from ddrp_jax.training.loop import train
 from ddrp_jax.training.step import Training, build_training
 
@@ -98,9 +98,7 @@ class Pretraining:
         return build_training(self.config, stage_index, mesh)
 
     def step_flops(self, stage_index: int) -> float:
-        config, stage = self.config, self.config.stages[stage_index]
-        predictions = predictions_of(config.masking, stage.length)
-        return step_flops(config.model, stage.batch_size, stage.length, predictions)
+        return stage_flops(self.config, self.config.stages[stage_index])
 
     def init_params(self, mesh: Mesh) -> Any:
         if self._init is None:

@@ -55,7 +55,7 @@ class Task(Protocol):
         """Returns the compiled functions of a stage."""
 
     def step_flops(self, stage_index: int) -> float:
-        """Returns the FLOPs of a stage's step (`hardware.step_flops`)."""
+        """Returns the FLOPs of a stage's step (`hardware.stage_flops`)."""
 
     def init_params(self, mesh: Mesh) -> Any:
         """Returns the parameters that a fresh run starts from; None takes `Training.init`'s."""

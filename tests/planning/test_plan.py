@@ -204,5 +204,5 @@ def test_the_table_in_the_launch_guide_is_what_the_plan_says(tmp_path):
     (stage,) = json.loads(output.read_text())["stages"]
     said = [float(cell) for cell in row.groups()]
     temporaries = stage["memory"]["temporaries"] / 1e9
-    # Another release of the compiler schedules a little differently.
-    assert [stage["megacycles"], temporaries, stage["mfu"]] == pytest.approx(said, rel=0.05)
+    # The compiler gives the same figures on any machine; the guide rounds them to three digits.
+    assert [stage["megacycles"], temporaries, stage["mfu"]] == pytest.approx(said, rel=2e-3)
