@@ -34,6 +34,8 @@ AUTO = "auto"
 HEARTBEAT_SECONDS = 100
 # How long a process that failed waits for the others to fail alike before it leaves.
 _LEAVE_SECONDS = 5.0
+# How far apart processes may finish compiling.
+_BARRIER_SECONDS = 1800
 _CHUNK = 4096
 
 
@@ -182,7 +184,7 @@ def check_shared(folder: Path) -> None:
     path = folder / name
     if is_main():
         path.write_bytes(b"")
-    barrier()
+    barrier(name)
     sees = gather(path.exists())
     if is_main():
         path.unlink()
@@ -194,9 +196,18 @@ def check_shared(folder: Path) -> None:
         )
 
 
-def barrier() -> None:
-    """Waits until every process is here."""
-    gather(0)
+def barrier(name: str) -> None:
+    """Waits until every process is here, and longer than a collective would.
+
+    Between CPUs a collective gives up after 30 seconds, and compilations end further apart than
+    that where only some processes find theirs in the cache.
+
+    Args:
+        name: of this wait alone.
+    """
+    from orbax.checkpoint import multihost
+
+    multihost.get_barrier_sync_fn()(key=name, timeout_ms=1000 * _BARRIER_SECONDS)
 
 
 def gather(value: Any) -> list[Any]:

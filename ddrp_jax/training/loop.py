@@ -459,10 +459,13 @@ class _Run:
             f"start a new run with --init {where} and a lower schedule.peak or optimizer.clip_norm"
         )
 
-    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _call(self, function: Any, *arguments: Any) -> Any:
         """Calls a compiled function; its first call counts as compiling, one run included."""
         if function in self.compiled:
             return function(*arguments)
         self.compiled.add(function)
         with self.chrono.spend("compiling"):
+            if jax.process_count() > 1:
+                function.lower(*arguments).compile()
+                distributed.barrier(f"compiled-{len(self.compiled)}")
             return jax.block_until_ready(function(*arguments))

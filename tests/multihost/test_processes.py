@@ -85,9 +85,7 @@ def test_four_processes_measure_what_one_does_with_parameters_split_over_them(
     alone, arguments, tmp_path
 ):
     workdir = tmp_path / "run"
-    # One axis alone: between CPU processes, exchanges within two kinds of groups can wait for each
-    # other until gloo gives up.
-    finished(4, workdir, [*arguments, "--config.mesh.data=1", "--config.mesh.fsdp=4"])
+    finished(4, workdir, [*arguments, "--config.mesh.data=2", "--config.mesh.fsdp=2"])
     assert_close(workdir, alone)
 
 
@@ -134,5 +132,5 @@ def test_a_process_that_fell_silent_is_given_up(arguments, tmp_path):
     with started(2, workdir, [*arguments, "--heartbeat-seconds=10"]) as run:
         run.wait_for_lines(1)
         run.processes[1].send_signal(signal.SIGSTOP)
-        assert run.processes[0].wait(60) != 0
+        assert run.processes[0].wait(60) not in (0, 2)
         assert "another" in run.said(0)
