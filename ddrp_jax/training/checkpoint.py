@@ -14,7 +14,7 @@ It is written as `.saving-<step>/` and renamed at the end: a folder with a step'
 unless something happened to it later, which the manifest shows. A bucket has no such rename: there
 it is written under its own name, and the manifest, which is written last, makes it whole. Of
 several processes each writes its part of the arrays, and process 0 the rest when all have done so.
-This is the only module that imports orbax.
+No other module reads or writes with orbax.
 """
 
 from __future__ import annotations
