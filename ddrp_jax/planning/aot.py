@@ -21,7 +21,7 @@ from typing import Any
 from ddrp_jax.config import Config, DefinitionConfig, RunConfig, StageConfig
 from ddrp_jax.data.masking import predictions_of
 from ddrp_jax.errors import DdrpError, UsageError, nearest
-from ddrp_jax.planning import costs, hlo
+from ddrp_jax.planning import costs, hlo, kernels
 
 INSTALL = "pip install 'ddrp-jax[tpu-plan]'"
 # Slices that can be had, by generation: Google Cloud's tables of supported shapes.
@@ -104,7 +104,7 @@ class StagePlan:
         flops: products of one step on one chip, as compiled.
         model_flops: what the model asks for (`training.hardware.stage_flops`), on one chip.
         traffic: bytes of HBM read and written in one step on one chip.
-        megacycles: the compiler's estimate for one step.
+        megacycles: the compiler's estimate for one step, and the schedules of Pallas kernels.
         compute_seconds: the same in seconds.
         communication_seconds: of the collectives, as if nothing overlapped them and all links of a
             chip were full: the least they take one after the other.
@@ -114,7 +114,7 @@ class StagePlan:
         tokens: of the whole stage.
         days, chip_hours: of the whole stage.
         collectives: kind, axes, group, bytes and count of each exchange in one step.
-        uncounted: operations whose cycles are not in the estimate.
+        uncounted: what is not in the estimate, in words.
         compile_seconds: the compiler's time.
     """
 
@@ -335,7 +335,9 @@ def _plan_stage(
     compile_seconds = time.monotonic() - begun
     cost = costs.cost(hlo.parse(compiled.as_text()), mesh.shape)
     flops = stage_flops(config, stage, decoder_length_of(config, stage)) / chips
-    compute = cost.cycles * cycle_seconds(generation)
+    in_kernels, uncounted = kernel_cycles(cost, generation)
+    cycles = cost.cycles + in_kernels
+    compute = cycles * cycle_seconds(generation)
     communication = sum(
         exchange_seconds(exchange, chip.link_bandwidth) for exchange in cost.collectives
     )
@@ -347,7 +349,7 @@ def _plan_stage(
         flops=cost.flops,
         model_flops=flops,
         traffic=cost.traffic,
-        megacycles=cost.cycles / 1e6,
+        megacycles=cycles / 1e6,
         compute_seconds=compute,
         communication_seconds=communication,
         step_seconds=compute + communication,
@@ -356,7 +358,7 @@ def _plan_stage(
         days=seconds / _DAY,
         chip_hours=seconds / 3600 * chips,
         collectives=cost.collectives,
-        uncounted=_uncounted(cost),
+        uncounted=uncounted,
         compile_seconds=compile_seconds,
         **common,
     )
@@ -431,14 +433,25 @@ def _advice(
     return advice
 
 
-def _uncounted(cost: costs.Cost) -> tuple[str, ...]:
-    notes = [
-        f"Pallas kernel {name}, run {count} times: the compiler gives no estimate"
-        for name, count in cost.kernels.items()
-    ]
+def kernel_cycles(cost: costs.Cost, generation: str) -> tuple[int, tuple[str, ...]]:
+    """Returns the cycles of a step's Pallas kernels, and notes on all that no cycles tell of."""
+    total, notes = 0, []
+    for kernel in cost.kernels:
+        found = kernels.schedule(kernel, _smallest(generation))
+        label = f"Pallas kernel {kernel.name}, run {kernel.count} times"
+        if found is None:
+            notes.append(f"{label}: the compiler gives neither an estimate nor a schedule")
+            continue
+        total += kernel.count * found.cycles
+        if found.unknown_loops:
+            notes.append(f"{label}: {found.unknown_loops} of its loops count once")
     if cost.unknown_loops:
         notes.append(f"{cost.unknown_loops} operations in loops of unknown length count once")
-    return tuple(notes)
+    return total, tuple(notes)
+
+
+def _smallest(generation: str) -> str:
+    return f"{generation}:{SLICES[generation][0]}"
 
 
 @functools.cache
@@ -453,9 +466,7 @@ def cycle_seconds(generation: str) -> float:
 
     from ddrp_jax.training.hardware import CHIPS
 
-    place = jax.sharding.SingleDeviceSharding(
-        devices_of(f"{generation}:{SLICES[generation][0]}")[0]
-    )
+    place = jax.sharding.SingleDeviceSharding(devices_of(_smallest(generation))[0])
     rates = []
     for size in _PRODUCT_SIZES:
         matrix = jax.ShapeDtypeStruct((size, size), jnp.bfloat16, sharding=place)

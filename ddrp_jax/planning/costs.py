@@ -65,6 +65,24 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A Pallas kernel.
+
+    Attributes:
+        name: of the operation, of one of them where there are equal ones.
+        count: of its runs in one run of the program.
+        operands, results: their shapes.
+        config: the operation's backend_config, JSON text that holds the kernel.
+    """
+
+    name: str
+    count: int
+    operands: tuple[hlo.Shape, ...]
+    results: tuple[hlo.Shape, ...]
+    config: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Cost:
     """What one run of a module costs one device.
 
@@ -73,7 +91,7 @@ class Cost:
         traffic: bytes read from and written to the chip's main memory.
         cycles: the TPU compiler's estimate, of all that is not an exchange between chips.
         collectives: exchanges between chips.
-        kernels: runs of each Pallas kernel, whose cycles are not in `cycles`.
+        kernels: the Pallas kernels, whose cycles are not in `cycles`.
         unknown_loops: number of operations inside loops of unknown length, counted once each.
     """
 
@@ -81,7 +99,7 @@ class Cost:
     traffic: int
     cycles: int
     collectives: tuple[Collective, ...]
-    kernels: Mapping[str, int]
+    kernels: tuple[Kernel, ...]
     unknown_loops: int
 
 
@@ -93,19 +111,36 @@ def cost(module: hlo.Module, mesh_shape: Mapping[str, int]) -> Cost:
         mesh_shape: mesh axis -> size, in the order of the devices.
     """
     runs = list(hlo.executed(module))
-    kernels: dict[str, int] = {}
-    for run in runs:
-        if run.instruction.attribute("custom_call_target") == f'"{PALLAS_TARGET}"':
-            name = run.instruction.name
-            kernels[name] = kernels.get(name, 0) + run.count
     return Cost(
         flops=sum(run.count * product_flops(module, run) for run in runs),
         traffic=sum(run.count * traffic(module, run) for run in runs),
         cycles=sum(run.count * estimated_cycles(run.instruction) for run in runs),
         collectives=tuple(collectives(module, runs, mesh_shape)),
-        kernels=kernels,
+        kernels=tuple(kernels(runs)),
         unknown_loops=sum(run.in_unknown_loop for run in runs),
     )
+
+
+def kernels(runs: Iterable[hlo.Executed]) -> list[Kernel]:
+    """Returns the Pallas kernels among what a module executes, equal ones together."""
+    found: dict[str, Kernel] = {}
+    for run in runs:
+        instruction = run.instruction
+        if instruction.attribute("custom_call_target") != f'"{PALLAS_TARGET}"':
+            continue
+        config = instruction.attribute("backend_config") or "{}"
+        operands = run.computation.operands(instruction)
+        kernel = Kernel(
+            name=instruction.name,
+            count=run.count,
+            operands=tuple(shape for operand in operands for shape in operand.shapes),
+            results=instruction.shapes,
+            config=config,
+        )
+        before = found.get(config)
+        count = run.count + (before.count if before else 0)
+        found[config] = dataclasses.replace(before or kernel, count=count)
+    return list(found.values())
 
 
 def estimated_cycles(instruction: hlo.Instruction) -> int:

@@ -129,6 +129,15 @@ class Executed:
     in_unknown_loop: bool = False
 
 
+def numpy_name(dtype: str) -> str:
+    """Returns NumPy's name of a type: "f32" is "float32"."""
+    if dtype == "pred":
+        return "bool"
+    kinds = {"bf": "bfloat", "f": "float", "s": "int", "u": "uint"}
+    kind = dtype.rstrip("0123456789")
+    return f"{kinds[kind]}{dtype[len(kind) :]}"
+
+
 def parse(text: str) -> Module:
     """Parses the text of a compiled module (`jax.stages.Compiled.as_text()`)."""
     computations: dict[str, Computation] = {}
